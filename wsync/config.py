@@ -1,0 +1,52 @@
+"""What a user may set. Nothing here reads the environment."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from wsync.errors import ConfigError
+
+MIB = 1 << 20
+PauseMode = Literal["abort", "wait", "keep"]
+VerifyMode = Literal["digest"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncConfig:
+    """Settings of a session. Every trainer rank must pass the same ones."""
+
+    bucket_bytes: int = 256 * MIB
+    """Capacity of one slot, in bytes. Larger buckets cost memory, smaller ones control messages."""
+
+    num_slots: int = 2
+    """Slots in the ring: one is filled while the others travel or are loaded."""
+
+    dtype: torch.dtype | None = None
+    """Wire dtype of every floating-point tensor. None: what the engine declares, tensor by tensor."""
+
+    transport: object = "auto"
+    """"auto", the name of a transport, or an object that meets `wsync.Transport`."""
+
+    timeout_s: float = 120.0
+    """Longest wait, in seconds, for any single peer, rank or engine call before an error is raised."""
+
+    pause: PauseMode = "wait"
+    """What happens to requests in flight: "abort" ends them, "wait" lets them finish, "keep" freezes them."""
+
+    verify: VerifyMode | None = None
+    """"digest" compares a 64-bit digest of every tensor on both sides before the version is published."""
+
+    def __post_init__(self) -> None:
+        if self.bucket_bytes < 4096:
+            raise ConfigError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 4096 bytes")
+        if self.num_slots < 1:
+            raise ConfigError(f"num_slots is {self.num_slots}; at least one slot is needed")
+        if not self.timeout_s > 0:
+            raise ConfigError(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
+        if self.pause not in get_args(PauseMode):
+            raise ConfigError(f"pause is {self.pause!r}; choose one of {', '.join(get_args(PauseMode))}")
+        if self.verify not in (None, *get_args(VerifyMode)):
+            raise ConfigError(f"verify is {self.verify!r}; choose None or one of {', '.join(get_args(VerifyMode))}")
+        if self.dtype is not None and not self.dtype.is_floating_point:
+            raise ConfigError(f"dtype is {self.dtype}; a floating-point dtype is needed")
