@@ -1,1 +1,244 @@
-"""The control half that every engine shares: worker calls, attempts, states. Adapters add how to reach the workers."""
+"""The control half that every engine shares: calls to workers, attempts, states. Adapters say how to reach them.
+
+serving(v) --begin--> updating --finish--> serving(v+1)
+                          | failure before a byte was written      -> serving(v)
+                          | failure after that, or no answer       -> torn
+serving(v) --sleep(2)--> void: asleep, then awake without weights; only a full sync makes it serve
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from wsync import wire
+from wsync.background import Background
+from wsync.config import PauseMode
+from wsync.deadline import Deadline
+from wsync.errors import EngineStateError, PeerError, ProtocolError, WsyncError
+from wsync.plan import Plan, TensorSpec
+from wsync.protocols import Manifest, Ticket
+from wsync.topology import Endpoint
+
+SLEEP_TAGS = ("weights", "kv_cache")
+
+
+class WorkerEngine(ABC):
+    """An engine whose workers answer `call(method, payload)`, each through a `wsync.worker.Worker`.
+
+    An adapter implements the abstract methods; every rule about order and state lives here, before any call.
+    """
+
+    name: str
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._torn: str | None = None
+        self._asleep: set[str] = set()
+        self._void = False
+        self._update: Background[Sequence[Mapping[str, Any]]] | None = None
+
+    # What an adapter provides.
+
+    @abstractmethod
+    def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
+        """Run `Worker.handle(method, payload)` on every worker; replies in rank order. Blocks.
+
+        Raises `PeerError` if a worker is gone, `SyncTimeout` after `timeout_s` (None: as long as it takes).
+        """
+
+    @abstractmethod
+    def guard(self, reason: str | None) -> None:
+        """Refuse to serve with `EngineStateError(reason)` from now on; None: serve again."""
+
+    @abstractmethod
+    def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Stop generating. Raises `UnsupportedError` for a mode that the engine lacks, before anything changed."""
+
+    @abstractmethod
+    def on_resume(self) -> None:
+        """Generate again."""
+
+    @abstractmethod
+    def on_reset_cache(self) -> None:
+        """Forget every cached prefix. Raises `EngineStateError` if the engine kept any."""
+
+    @abstractmethod
+    def on_sleep(self, level: int) -> None:
+        """Release memory."""
+
+    @abstractmethod
+    def on_wake_up(self, tags: Sequence[str]) -> None:
+        """Take memory back for `tags`, all of which are asleep."""
+
+    # The Engine protocol.
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Every worker, in the order of worker ranks."""
+        return [cast("Endpoint", reply["endpoint"]) for reply in self._ask("hello", {}, None)]
+
+    def version(self) -> int:
+        """Version that the engine serves; 0 for the launch weights. Raises `EngineStateError` if torn."""
+        if self._torn is not None:
+            raise EngineStateError(self._torn)
+        if self._version is None:
+            versions = {int(reply["version"]) for reply in self._ask("hello", {}, None)}
+            if len(versions) != 1:
+                raise EngineStateError(f"workers of {self.name} hold different versions {sorted(versions)}")
+            self._version = versions.pop()
+        return self._version
+
+    def last_version(self) -> int:
+        """The newest version that this engine ever served, also while torn. Versions only grow."""
+        return self._version if self._version is not None else self.version()
+
+    def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
+        """Dry-run the loader of every worker on `specs`. Nothing is written."""
+        self._require_weights("describe its parameters")
+        replies = self._ask("describe", {"specs": list(specs)}, deadline)
+        return [cast("Manifest", reply["manifest"]) for reply in replies]
+
+    def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
+        """Give every worker the plan and its receiver: worker i connects as `first_index + i`."""
+        message = {"plan": plan, "ticket": ticket, "first_index": first_index, "timeout_s": deadline.timeout_s}
+        self._ask("attach", message, deadline)
+
+    def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:
+        """Start every worker's loop and return at once. Raises `EngineStateError` before any call."""
+        self._require_weights(f"take version {version}")
+        if self._update is not None and not self._update.done:
+            raise EngineStateError(
+                f"{self.name} has not answered the previous sync yet; its worker may be stalled. "
+                f"A new sync can start when it has, or after the engine is restarted"
+            )
+        message = {"version": version, "attempt": attempt, "timeout_s": deadline.timeout_s, "digest": digest}
+        self.guard(f"{self.name} is taking version {version}; it serves again when the sync is finished")
+        self._update = Background(f"{self.name} to load version {version}", lambda: self._ask("update", message, None))
+
+    def join(self, deadline: Deadline) -> Sequence[Mapping[str, int]]:
+        """Wait until every worker has loaded all of it; with `digest`, each worker's {tensor: digest}."""
+        if self._update is None:
+            raise EngineStateError(f"{self.name}: join without begin")
+        return [cast("Mapping[str, int]", reply["digests"]) for reply in self._update.result(deadline)]
+
+    def finish(self, version: int, attempt: str, deadline: Deadline) -> None:
+        """Publish: caches are dropped, then every worker takes `version`."""
+        try:
+            self.on_reset_cache()
+            self._ask("publish", {"version": version, "attempt": attempt}, deadline)
+        except Exception as error:
+            self._tear(f"version {version} could not be published: {error}")
+            raise
+        self._version, self._torn, self._void, self._update = version, None, False, None
+        self.guard(None)
+
+    def abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
+        """End an attempt. If no worker had begun to write, the old version still serves; else torn. Never raises."""
+        if self._update is None:
+            return
+        try:
+            self._settle(deadline)
+            replies = self._ask("abort", {"attempt": attempt}, deadline)
+        except Exception as error:
+            self._tear(f"{reason}; and then a worker did not answer: {error}")
+            return
+        if any(reply["state"] != "serving" for reply in replies):
+            self._tear(reason)
+            return
+        self._update = None
+        self.guard(self._torn)
+
+    def pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """Stop generating. Raises `UnsupportedError` for a mode that the engine does not have."""
+        self._require_weights("be paused for a sync")
+        self.on_pause(mode, deadline)
+
+    def resume(self) -> None:
+        """Generate again. Raises `EngineStateError` while torn, void or partly asleep."""
+        if self._torn is not None:
+            raise EngineStateError(self._torn)
+        if self._void:
+            raise EngineStateError(f"{self.name} has no weights since its level-2 sleep; sync it first")
+        if not self._asleep:
+            self.on_resume()
+
+    def sleep(self, level: int = 2) -> None:
+        """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them."""
+        if level not in (1, 2):
+            raise EngineStateError(f"sleep level {level} does not exist; 1 keeps the weights, 2 drops them")
+        if self._update is not None and not self._update.done:
+            raise EngineStateError(f"{self.name} is taking new weights and cannot sleep now")
+        if self._asleep:
+            return
+        self.version() if self._version is None else None
+        self.on_sleep(level)
+        self._asleep = set(SLEEP_TAGS)
+        self._void = level == 2
+        self.guard(f"{self.name} is asleep; call wake_up first")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back by tag, `weights` before `kv_cache`. After level 2 only a full sync makes it serve."""
+        wanted = set(tags) if tags is not None else set(self._asleep)
+        if unknown := wanted - set(SLEEP_TAGS):
+            raise EngineStateError(f"unknown sleep tags {sorted(unknown)}; choose from {', '.join(SLEEP_TAGS)}")
+        if "kv_cache" in wanted and "weights" in self._asleep - wanted:
+            raise EngineStateError(f"{self.name}: wake 'weights' before 'kv_cache'")
+        waking = [tag for tag in SLEEP_TAGS if tag in wanted & self._asleep]
+        if not waking:
+            return
+        self.on_wake_up(waking)
+        self._asleep -= set(waking)
+        self.guard(self._reason_not_to_serve())
+
+    def close(self) -> None:
+        """Let the workers drop their receivers. The engine itself stays. Never raises."""
+        try:
+            self._ask("detach", {}, Deadline.after(5.0))
+        except Exception:
+            return  # a worker that is gone has dropped them
+
+    # Shared by the above.
+
+    def _reason_not_to_serve(self) -> str | None:
+        if self._torn is not None:
+            return self._torn
+        if self._asleep:
+            return f"{self.name} is asleep ({', '.join(sorted(self._asleep))}); call wake_up first"
+        if self._void:
+            return f"{self.name} has no weights since its level-2 sleep; sync it first"
+        return None
+
+    def _require_weights(self, doing: str) -> None:
+        if "weights" in self._asleep:
+            raise EngineStateError(f"{self.name} is asleep and cannot {doing}; call wake_up(['weights']) first")
+
+    def _tear(self, reason: str) -> None:
+        self._torn = f"{self.name} holds no consistent version and refuses to serve: {reason}. Sync it again"
+        self.guard(self._torn)
+
+    def _settle(self, deadline: Deadline) -> None:
+        """Wait for the update call to end, whatever its outcome: no new call is made while it is unanswered."""
+        assert self._update is not None
+        try:
+            self._update.result(deadline)
+        except WsyncError:
+            if not self._update.done:
+                raise
+
+    def _ask(
+        self, method: str, message: Mapping[str, object], deadline: Deadline | None
+    ) -> Sequence[Mapping[str, Any]]:
+        """Call every worker and open the replies. Raises `PeerError` with the first worker's traceback."""
+        timeout_s = deadline.remaining(f"{self.name} to answer {method!r}") if deadline is not None else None
+        answers = []
+        for rank, data in enumerate(self.call(method, wire.pack(dict(message)), timeout_s)):
+            reply = wire.unpack(data)
+            if not isinstance(reply, dict):
+                raise ProtocolError(f"worker {rank} of {self.name} answered {method!r} with {type(reply).__name__}")
+            if "error" in reply:
+                error = cast("Mapping[str, str]", reply["error"])
+                raise PeerError(
+                    f"worker {rank} of {self.name} failed in {method!r}: {error['type']}: {error['message']}",
+                    error["traceback"],
+                )
+            answers.append(cast("Mapping[str, Any]", reply["ok"]))
+        return answers
