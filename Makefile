@@ -1,0 +1,43 @@
+# Every target sets up what it needs in .venv first; that is quick when it is already there.
+ENGINE ?= hf
+PYTHON ?= python3
+export PYTHON
+
+# The ranks of the demo talk over the loopback device. These settings end with the child process.
+LOOPBACK := GLOO_SOCKET_IFNAME=lo OMP_NUM_THREADS=1
+TORCHRUN := .venv/bin/python -m torch.distributed.run --nproc-per-node 2 \
+	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench clean setup-hf setup-vllm
+
+help:
+	@echo 'make demo               train on 2 ranks, sync into a Hugging Face engine, compare the tokens'
+	@echo 'make demo ENGINE=vllm   the same with vLLM'
+	@echo 'make test               every check and every test, real vLLM included'
+	@echo 'make check              the same without vLLM'
+	@echo 'make bench              the benchmarks'
+	@echo 'make clean              remove what was built and cached (.venv stays)'
+	@echo 'PYTHON=python3.12 make ...   make .venv with this interpreter'
+
+setup-hf:
+	@scripts/setup core
+
+setup-vllm:
+	@scripts/setup vllm
+
+demo: setup-$(ENGINE)
+	@env $(LOOPBACK) $(TORCHRUN) -m examples.demo --engine $(ENGINE)
+
+test: setup-vllm
+	@scripts/check
+
+check: setup-hf
+	@scripts/check -m 'not vllm'
+
+bench: setup-hf
+	@.venv/bin/python -m pytest benchmarks
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
