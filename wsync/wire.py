@@ -16,7 +16,8 @@ import socket
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from itertools import product
 from typing import Any
 
 import msgpack
@@ -37,42 +38,56 @@ _CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 _FD_BYTES = array.array("i").itemsize
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
-Check = Callable[[Any], bool]
-
 
 class _Tag(int):
     """Number of a record, as the first element of its array. Never leaves the decoder."""
 
 
 @dataclass(frozen=True, slots=True)
+class _Field:
+    """What a field may hold: exact types, then a check of what is inside."""
+
+    types: tuple[type, ...]
+    check: Callable[[Any], bool] | None = None
+
+
+def _only(kind: type) -> _Field:
+    return _Field((tuple,), lambda value: {kind}.issuperset(map(type, value)))
+
+
+def _map(item: _Field) -> _Field:
+    def check(value: dict[object, object]) -> bool:
+        inner = item.check or bool
+        return set(map(type, value)) <= {str} and all(
+            type(v) in item.types and (item.check is None or inner(v)) for v in value.values()
+        )
+
+    return _Field((dict,), check)
+
+
+_TEXT, _BYTES, _FLAG, _INTEGERS, _TEXTS = _Field((str,)), _Field((bytes,)), _Field((bool,)), _only(int), _only(str)
+_DTYPE_FIELD = _Field((torch.dtype,))
+_NATURAL = _Field((int,), (0).__le__)
+_NATURALS = _Field((tuple,), lambda value: not value or (set(map(type, value)) == {int} and min(value) >= 0))
+
+
 class _Schema:
-    number: int
-    record: type
-    fields: Mapping[str, Check]
+    """One record: how its array is checked and built. Written for speed: a plan has tens of thousands of them."""
 
+    def __init__(self, record: type, **fields: _Field) -> None:
+        self.record, self.names = record, tuple(fields)
+        self._signatures = set(product((_Tag,), *(field.types for field in fields.values())))
+        self._checks = [(i, field.check) for i, field in enumerate(fields.values(), 1) if field.check]
 
-def _natural(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _integer(value: object) -> bool:
-    return type(value) is int
-
-
-def _is(kind: type, value: object) -> bool:
-    return type(value) is kind
-
-
-def _maybe(kind: type, value: object) -> bool:
-    return value is None or type(value) is kind
-
-
-def _all(check: Check, value: object) -> bool:
-    return type(value) is tuple and all(map(check, value))
-
-
-def _map(check: Check, value: object) -> bool:
-    return type(value) is dict and all(type(key) is str and check(item) for key, item in value.items())
+    def build(self, items: list[Any]) -> object:
+        """The record from its tagged array. Raises `ValueError` if a field cannot hold what is there."""
+        if tuple(map(type, items)) not in self._signatures:
+            raise ValueError(f"{self.record.__name__} with fields {[type(item).__name__ for item in items[1:7]]}")
+        for position, check in self._checks:
+            if not check(items[position]):
+                raise ValueError(f"{self.record.__name__}.{self.names[position - 1]} holds a wrong value")
+        del items[0]
+        return self.record(**dict(zip(self.names, items)))  # noqa: B905
 
 
 @cache
@@ -83,60 +98,34 @@ def _schemas() -> tuple[_Schema, ...]:
     from wsync.regions import Region
     from wsync.topology import Endpoint, Topology
 
-    text, dtype = partial(_is, str), partial(_is, torch.dtype)
-    ints, texts = partial(_all, _natural), partial(_all, text)
-
-    def every(kind: type) -> Check:
-        return partial(_all, partial(_is, kind))
-
-    records: list[tuple[type, dict[str, Check]]] = [
-        (Region, {"offset": _natural, "sizes": ints, "strides": partial(_all, _integer)}),
-        (Owner, {"rank": _natural, "region": partial(_is, Region)}),
-        (
-            TensorSpec,
-            {
-                "name": text,
-                "shape": ints,
-                "dtype": dtype,
-                "owners": every(Owner),
-                "atomic_group": partial(_maybe, str),
-                "optional": partial(_is, bool),
-            },
-        ),
-        (
-            TensorMeta,
-            {
-                "name": text,
-                "shape": ints,
-                "dtype": dtype,
-                "offset": _natural,
-                "chunk_offset": _natural,
-                "chunk_nbytes": _natural,
-            },
-        ),
-        (Bucket, {"index": _natural, "tensors": every(TensorMeta), "nbytes": _natural}),
-        (Plan, {"specs": every(TensorSpec), "buckets": every(Bucket), "bucket_bytes": _natural}),
-        (Endpoint, {"host": text, "pid": _natural, "device": text}),
-        (Topology, {"sender": partial(_is, Endpoint), "receivers": every(Endpoint)}),
-        (Ticket, {"transport": text, "address": text, "secret": partial(_is, bytes), "generation": _natural}),
-        (
+    layout = {"name": _TEXT, "shape": _NATURALS, "dtype": _DTYPE_FIELD}
+    position = {"offset": _NATURAL, "chunk_offset": _NATURAL, "chunk_nbytes": _NATURAL}
+    group = _Field((str, type(None)))
+    return (
+        _Schema(Region, offset=_NATURAL, sizes=_NATURALS, strides=_INTEGERS),
+        _Schema(Owner, rank=_NATURAL, region=_Field((Region,))),
+        _Schema(TensorSpec, **layout, owners=_only(Owner), atomic_group=group, optional=_FLAG),
+        _Schema(TensorMeta, **layout, **position),
+        _Schema(Bucket, index=_NATURAL, tensors=_only(TensorMeta), nbytes=_NATURAL),
+        _Schema(Plan, specs=_only(TensorSpec), buckets=_only(Bucket), bucket_bytes=_NATURAL),
+        _Schema(Endpoint, host=_TEXT, pid=_NATURAL, device=_TEXT),
+        _Schema(Topology, sender=_Field((Endpoint,)), receivers=_only(Endpoint)),
+        _Schema(Ticket, transport=_TEXT, address=_TEXT, secret=_BYTES, generation=_NATURAL),
+        _Schema(
             Manifest,
-            {
-                "dtypes": partial(_map, dtype),
-                "uses": partial(_map, every(Region)),
-                "problems": texts,
-                "replayed": _natural,
-                "through_loader": partial(_map, text),
-                "verified": text,
-            },
+            dtypes=_map(_DTYPE_FIELD),
+            uses=_map(_only(Region)),
+            problems=_TEXTS,
+            replayed=_NATURAL,
+            through_loader=_map(_TEXT),
+            verified=_TEXT,
         ),
-    ]
-    return tuple(_Schema(number, record, fields) for number, (record, fields) in enumerate(records))
+    )
 
 
 @cache
 def _encoders() -> dict[type, tuple[msgpack.ExtType, tuple[str, ...]]]:
-    return {s.record: (msgpack.ExtType(_RECORD, bytes([s.number])), tuple(s.fields)) for s in _schemas()}
+    return {s.record: (msgpack.ExtType(_RECORD, bytes([n])), s.names) for n, s in enumerate(_schemas())}
 
 
 @cache
@@ -175,28 +164,19 @@ class _Decoder:
         self.unused_tags = 0
 
     def ext(self, code: int, data: bytes) -> object:
-        if code == _DTYPE:
-            dtype = _DTYPES.get(data.decode("ascii"))
-            if dtype is None:
-                raise ValueError(f"unknown dtype {data[:40]!r}")
-            return dtype
         if code == _RECORD and len(data) == 1 and data[0] < len(_schemas()):
             self.unused_tags += 1
             return _Tag(data[0])
-        raise ValueError(f"unknown extension {code} of {len(data)} bytes")
+        dtype = _DTYPES.get(data.decode("ascii")) if code == _DTYPE else None
+        if dtype is None:
+            raise ValueError(f"unknown extension {code} {data[:40]!r}")
+        return dtype
 
     def array(self, items: list[object]) -> object:
         if not items or type(items[0]) is not _Tag:
             return tuple(items)
         self.unused_tags -= 1
-        schema = _schemas()[items[0]]
-        values = items[1:]
-        if len(values) != len(schema.fields):
-            raise ValueError(f"{schema.record.__name__} with {len(values)} fields instead of {len(schema.fields)}")
-        for (name, check), value in zip(schema.fields.items(), values, strict=True):
-            if not check(value):
-                raise ValueError(f"{schema.record.__name__}.{name} holds a {type(value).__name__} that cannot be there")
-        return schema.record(**dict(zip(schema.fields, values, strict=True)))
+        return _schemas()[items[0]].build(items)
 
 
 def unpack(data: bytes | bytearray) -> object:

@@ -1,0 +1,159 @@
+"""Which adapters and transports exist, and which one serves an object. Nothing is imported before it is needed.
+
+Other distributions add theirs through the entry point groups `wsync.transports`, `wsync.trainers` and `wsync.engines`;
+an entry names a class. A transport's class is called without arguments. A trainer's or engine's class is called with
+the user's object, and has a static method `matches(obj) -> bool` that is cheap and imports no framework. Entry points
+are asked before the built-in ones.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any, cast
+
+from wsync.errors import UnsupportedError
+from wsync.protocols import Engine, Producer, Transport
+
+_DISTRIBUTION = "wsync-rl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    name: str
+    target: str
+    """"module:attr" of the class."""
+
+    serves: str = ""
+    """What it takes, for people."""
+
+    packages: tuple[str, ...] | None = None
+    """Only objects with a class from one of these top-level packages can match; None: ask the class."""
+
+    extra: str | None = None
+    """Optional dependencies that it needs."""
+
+
+_TRANSPORTS = (
+    _Entry(name="inproc", target="wsync.transports.inproc:InprocTransport"),
+    _Entry(name="shm", target="wsync.transports.shm:ShmTransport"),
+)
+_TRAINERS = (
+    _Entry(
+        name="fsdp",
+        target="wsync.adapters.trainers.fsdp:FSDPProducer",
+        serves="a module sharded by fully_shard or with DTensor parameters",
+        packages=("torch",),
+    ),
+    _Entry(
+        name="module",
+        target="wsync.adapters.trainers.module:ModuleProducer",
+        serves="any other torch.nn.Module",
+        packages=("torch",),
+    ),
+)
+_ENGINES = (
+    _Entry(
+        name="vllm",
+        target="wsync.adapters.engines.vllm:VLLMEngine",
+        serves="vllm.LLM",
+        packages=("vllm",),
+        extra="vllm",
+    ),
+    _Entry(
+        name="hf",
+        target="wsync.adapters.engines.hf:HFEngine",
+        serves="a torch.nn.Module with generate()",
+        packages=("torch",),
+        extra="hf",
+    ),
+)
+
+
+def transports() -> list[Transport]:
+    """Every transport, in the order in which `auto` prefers them. Raises `UnsupportedError` if one cannot load."""
+    return [cast(Transport, _load(entry)()) for entry in _entries("transports", _TRANSPORTS)]
+
+
+def transport(name: str) -> Transport:
+    """The transport of that name. Raises `UnsupportedError` listing what there is."""
+    entries = {entry.name: entry for entry in _entries("transports", _TRANSPORTS)}
+    if name not in entries:
+        raise UnsupportedError(f"there is no transport {name!r}; choose one of: {', '.join(sorted(entries))}")
+    return cast(Transport, _load(entries[name])())
+
+
+def transports_for(wanted: object) -> list[Transport]:
+    """The candidates for a user's `SyncConfig.transport`: all of them for a name or "auto", else the object itself.
+
+    Raises `UnsupportedError` for a name that is not there, or for an object that is no transport.
+    """
+    if not isinstance(wanted, str):
+        if not _meets(wanted, Transport):
+            raise UnsupportedError(f"transport is {_seen(wanted)}; it must be a name or meet wsync.Transport")
+        return [cast(Transport, wanted)]
+    if wanted != "auto":
+        transport(wanted)
+    return transports()
+
+
+def find_trainer(actor: object) -> Any:
+    """The producer class for `actor`. Raises `UnsupportedError` with what was seen and what is supported."""
+    return _find("actor", actor, _entries("trainers", _TRAINERS), Producer)
+
+
+def find_engine(engine: object) -> Any:
+    """The engine class for `engine`. Raises `UnsupportedError` with what was seen and what is supported."""
+    return _find("engine", engine, _entries("engines", _ENGINES), Engine)
+
+
+def producer_for(actor: object) -> Producer:
+    """`actor` itself if it meets `wsync.Producer`, else the producer that exports it. Raises as `find_trainer`."""
+    return cast(Producer, actor if _meets(actor, Producer) else find_trainer(actor)(actor))
+
+
+def engine_for(engine: object) -> Engine:
+    """`engine` itself if it meets `wsync.Engine`, else the adapter that controls it. Raises as `find_engine`."""
+    return cast(Engine, engine if _meets(engine, Engine) else find_engine(engine)(engine))
+
+
+def _entries(kind: str, built_in: Sequence[_Entry]) -> list[_Entry]:
+    found = [_Entry(name=e.name, target=e.value, serves=e.value) for e in entry_points(group=f"wsync.{kind}")]
+    return [*built_in, *found] if kind == "transports" else [*found, *built_in]
+
+
+def _load(entry: _Entry) -> Any:
+    module, _, attribute = entry.target.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ImportError as error:
+        cure = f'pip install "{_DISTRIBUTION}[{entry.extra}]"' if entry.extra else "install what it needs, or remove it"
+        raise UnsupportedError(f"{entry.name} ({entry.target}) cannot be imported: {error}; {cure}") from error
+
+
+def _find(role: str, obj: object, entries: Sequence[_Entry], contract: type) -> Any:
+    roots = {root for kind in type(obj).__mro__ for root in [kind.__module__.partition(".")[0]]}
+    for entry in entries:
+        if entry.packages is None or roots & set(entry.packages):
+            adapter = _load(entry)
+            if adapter.matches(obj):
+                return adapter
+    supported = "; ".join(f"{entry.name}: {entry.serves}" for entry in entries)
+    raise UnsupportedError(
+        f"this {role} is {_seen(obj)}, which nothing here can serve. Supported: {supported}; or any object that meets "
+        f"wsync.{contract.__name__} (it lacks {', '.join(list(_missing(obj, contract))[:5])})"
+    )
+
+
+def _seen(obj: object) -> str:
+    return f"a {type(obj).__module__}.{type(obj).__qualname__}"
+
+
+def _meets(obj: object, contract: type) -> bool:
+    return next(_missing(obj, contract), None) is None
+
+
+def _missing(obj: object, contract: type) -> Iterator[str]:
+    # Not isinstance: that looks past a weakref.proxy, which a session may hold instead of the object.
+    members: Mapping[str, object] = {**contract.__annotations__, **vars(contract)}
+    return (name for name in members if not name.startswith("_") and not hasattr(obj, name))
