@@ -1,0 +1,198 @@
+"""The region algebra against plain Python lists of positions."""
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from wsync import regions
+from wsync.regions import Region, compress, uncovered, union_covers
+
+settings.register_profile("regions", deadline=None)
+settings.load_profile("regions")
+
+
+def positions(region: Region) -> list[int]:
+    """What the region enumerates, the slow way."""
+    found = [region.offset]
+    for size, stride in zip(region.sizes, region.strides, strict=True):
+        found = [first + i * stride for first in found for i in range(size)]
+    return found
+
+
+def joined(parts: tuple[Region, ...]) -> list[int]:
+    return [position for part in parts for position in positions(part)]
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
+    """A hyper-rectangle of a tensor of `shape`, or a contiguous span of it."""
+    if draw(st.booleans()):
+        start = draw(st.integers(0, math.prod(shape)))
+        return Region.span(start, draw(st.integers(0, math.prod(shape) - start)))
+    offsets = [draw(st.integers(0, size)) for size in shape]
+    return Region.box(shape, offsets, [draw(st.integers(0, s - o)) for s, o in zip(shape, offsets, strict=True)])
+
+
+@st.composite
+def any_monotone(draw: st.DrawFn) -> Region:
+    """Strides with no common grid: any nested run that never goes back."""
+    sizes, strides, reach = [], [], 0
+    for _ in range(draw(st.integers(0, 4))):
+        size, stride = draw(st.integers(0, 4)), reach + draw(st.integers(1, 3))
+        sizes.append(size)
+        strides.append(stride)
+        reach += max(size - 1, 0) * stride
+    return Region(draw(st.integers(0, 30)), tuple(reversed(sizes)), tuple(reversed(strides)))
+
+
+@st.composite
+def anything(draw: st.DrawFn) -> Region:
+    """Also regions that repeat or go back."""
+    rank = draw(st.integers(0, 4))
+    sizes = tuple(draw(st.integers(0, 4)) for _ in range(rank))
+    return Region(draw(st.integers(0, 40)), sizes, tuple(draw(st.integers(-9, 12)) for _ in range(rank)))
+
+
+shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+pairs_in_a_shape = shapes.flatmap(lambda shape: st.tuples(boxes(shape), boxes(shape)))
+pairs = st.one_of(pairs_in_a_shape, st.tuples(any_monotone(), any_monotone()))
+
+
+@given(anything())
+def test_bounds_numel_and_monotone_say_what_the_enumeration_does(region: Region) -> None:
+    listed = positions(region)
+    assert region.numel == len(listed)
+    assert region.bounds == ((min(listed), max(listed) + 1) if listed else (0, 0))
+    assert region.is_monotone == all(a < b for a, b in pairwise(listed))
+
+
+@given(anything())
+def test_coalesce_keeps_the_enumeration_and_is_idempotent(region: Region) -> None:
+    short = region.coalesce()
+    assert positions(short) == positions(region)
+    assert short.coalesce() == short
+    assert len(short.sizes) <= max(len(region.sizes), 1)
+
+
+@given(anything())
+def test_runs_list_the_enumeration(region: Region) -> None:
+    starts, length = region.runs()
+    assert [start + i for start in starts.tolist() for i in range(length)] == positions(region)
+    assert starts.dtype == np.int64
+    assert length == region.run_length
+
+
+@given(shapes.flatmap(lambda shape: st.tuples(st.just(shape), boxes(shape))))
+def test_box_is_what_slicing_gives(case: tuple[tuple[int, ...], Region]) -> None:
+    shape, _ = case
+    full = torch.arange(math.prod(shape)).view(shape)
+    assert positions(Region.whole(shape)) == full.flatten().tolist()
+    half = [size // 2 for size in shape]
+    rest = [size - h for size, h in zip(shape, half, strict=True)]
+    box = Region.box(shape, half, rest)
+    sliced = full[tuple(slice(h, None) for h in half)]
+    assert positions(box) == sliced.flatten().tolist()
+    assert torch.equal(box.view(full.view(-1)), sliced)
+
+
+@settings(max_examples=400)
+@given(pairs)
+def test_intersect_is_the_set_intersection_in_order(pair: tuple[Region, Region]) -> None:
+    a, b = pair
+    assert joined(a.intersect(b)) == sorted(set(positions(a)) & set(positions(b)))
+
+
+@settings(max_examples=400)
+@given(pairs)
+def test_locate_gives_ordinals_and_select_goes_back(pair: tuple[Region, Region]) -> None:
+    whole, other = pair
+    listed = positions(whole)
+    for part in whole.intersect(other):
+        ordinals = whole.locate(part)
+        assert [listed[i] for i in joined(ordinals)] == positions(part)
+        assert [p for o in ordinals for p in joined(whole.select(o))] == positions(part)
+
+
+@given(pairs)
+def test_locate_refuses_what_is_not_inside(pair: tuple[Region, Region]) -> None:
+    whole, part = pair
+    if set(positions(part)) <= set(positions(whole)):
+        assert len(joined(whole.locate(part))) == part.numel
+    else:
+        with pytest.raises(ValueError, match="not inside"):
+            whole.locate(part)
+
+
+@given(any_monotone(), anything())
+def test_locate_keeps_the_order_of_a_part_that_goes_back(whole: Region, order: Region) -> None:
+    listed = positions(whole)
+    low, high = order.bounds
+    if low < 0 or high > len(listed):
+        return
+    for part in whole.select(order):
+        assert [listed[i] for i in joined(whole.locate(part))] == positions(part)
+
+
+@settings(max_examples=400)
+@given(anything(), st.one_of(any_monotone(), anything()))
+def test_select_reads_any_region_by_ordinals(region: Region, ordinals: Region) -> None:
+    low, high = ordinals.bounds
+    if low < 0 or high > region.numel:
+        with pytest.raises(ValueError, match="ordinals"):
+            region.select(ordinals)
+    else:
+        listed = positions(region)
+        assert joined(region.select(ordinals)) == [listed[i] for i in positions(ordinals)]
+
+
+@given(anything(), st.integers(-5, 5))
+def test_translate_moves_every_position(region: Region, by: int) -> None:
+    assert positions(region.translate(by)) == [position + by for position in positions(region)]
+
+
+@settings(max_examples=400)
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 4)), max_size=30))
+def test_compress_keeps_any_list_of_runs_in_order(runs: list[tuple[int, int]]) -> None:
+    starts = np.array([start for start, _ in runs], np.int64)
+    lengths = np.array([length for _, length in runs], np.int64)
+    parts = compress(starts, lengths)
+    assert joined(parts) == [start + i for start, length in runs for i in range(length)]
+    assert all(part.coalesce() == part and part.numel for part in parts)
+
+
+@given(shapes.flatmap(boxes))
+def test_compress_finds_a_box_again(region: Region) -> None:
+    starts, length = region.runs()
+    assert len(compress(starts, np.full(len(starts), length))) <= max(1, len(region.coalesce().sizes))
+
+
+parts_of_a_shape = shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.lists(boxes(shape), max_size=5)))
+
+
+@given(parts_of_a_shape, st.booleans())
+def test_uncovered_is_the_complement(case: tuple[tuple[int, ...], list[Region]], by_mask: bool) -> None:
+    shape, parts = case
+    with pytest.MonkeyPatch.context() as patch:
+        if by_mask:
+            patch.setattr(regions, "_MANY_RUNS", 0)
+        left = uncovered(parts, math.prod(shape))
+        assert joined(left) == sorted(set(range(math.prod(shape))) - {p for part in parts for p in positions(part)})
+        assert union_covers(parts, shape) == (not left)
+
+
+@given(anything(), st.booleans())
+def test_uncovered_takes_parts_that_go_back_and_refuses_those_outside(part: Region, by_mask: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        if by_mask:
+            patch.setattr(regions, "_MANY_RUNS", 0)
+        low, high = part.bounds
+        if low < 0 or high > 50:
+            with pytest.raises(ValueError, match="outside"):
+                uncovered([part], 50)
+        else:
+            assert joined(uncovered([part], 50)) == sorted(set(range(50)) - set(positions(part)))
