@@ -126,10 +126,11 @@ class WorkerEngine(ABC):
             self.on_reset_cache()
             self._ask("publish", {"version": version, "attempt": attempt}, deadline)
         except Exception as error:
+            self._update = None
             self._tear(f"version {version} could not be published: {error}")
             raise
         self._version, self._torn, self._void, self._update = version, None, False, None
-        self.guard(None)
+        self.guard(self._reason_not_to_serve())
 
     def abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
         """End an attempt. If no worker had begun to write, the old version still serves; else torn. Never raises."""
@@ -141,11 +142,11 @@ class WorkerEngine(ABC):
         except Exception as error:
             self._tear(f"{reason}; and then a worker did not answer: {error}")
             return
-        if any(reply["state"] != "serving" for reply in replies):
-            self._tear(reason)
-            return
         self._update = None
-        self.guard(self._torn)
+        if any(reply["state"] != "serving" or reply["version"] != self._version for reply in replies):
+            self._tear(reason)
+        else:
+            self.guard(self._reason_not_to_serve())
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Stop generating. Raises `UnsupportedError` for a mode that the engine does not have."""

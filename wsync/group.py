@@ -5,16 +5,20 @@ that failed, went another way or never came is known by name. *Data* runs over a
 breaks, the trainer's groups are untouched and the next sync builds a new one.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from wsync import wire
 from wsync.deadline import Deadline
 from wsync.errors import ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError
+
+T = TypeVar("T")
 
 _STORE_VALUE_BYTES = 4 << 20
 """Longer messages are cut: TCPStore drops a client that sends more than 8 MiB in one value."""
@@ -28,7 +32,7 @@ class Group:
         world_size: number of trainer ranks; 1 makes every method local.
     """
 
-    def __init__(self, rank: int, world_size: int, store: dist.Store | None, timeout_s: float) -> None:
+    def __init__(self, rank: int, world_size: int, store: Store | None, timeout_s: float) -> None:
         """Local. `store` is private to this session (already prefixed); None only for a world of one."""
         self.rank = rank
         self.world_size = world_size
@@ -52,6 +56,16 @@ class Group:
         replies = self._exchange(phase, {"phase": phase, "message": message, "error": None}, deadline)
         return [reply["message"] for reply in replies]
 
+    def gather(self, phase: str, make: Callable[[], object], deadline: Deadline) -> list[object]:
+        """`round` of what `make()` returns on each rank; if it raises here, the others hear why."""
+        return self.round(phase, self._reported(phase, make), deadline)
+
+    def local(self, phase: str, make: Callable[[], T], deadline: Deadline) -> T:
+        """What `make()` returns on this rank, once it has succeeded on every rank."""
+        result = self._reported(phase, make)
+        self.round(phase, None, deadline)
+        return result
+
     def agree(self, phase: str, error: BaseException | None, deadline: Deadline) -> None:
         """Go/stop. Raises this rank's `error` after the others heard of it, or `RankError` naming who reported one."""
         if error is None:
@@ -63,10 +77,8 @@ class Group:
     def report(self, phase: str, error: BaseException) -> None:
         """Post `error` in place of this rank's next message and wait for nobody. Never raises."""
         if self.world_size > 1:
-            try:
+            with suppress(RuntimeError, ProtocolError):  # the store is gone: the others find that out themselves
                 self._post({"phase": phase, "message": None, "error": f"{type(error).__name__}: {error}"})
-            except (RuntimeError, ProtocolError):
-                pass  # the store is gone: the other ranks find that out for themselves
 
     def transfer(
         self,
@@ -107,6 +119,13 @@ class Group:
         """Drop the communicator and this rank's last messages."""
         self.reset()
         self._forget()
+
+    def _reported(self, phase: str, make: Callable[[], T]) -> T:
+        try:
+            return make()
+        except Exception as error:
+            self.report(phase, error)
+            raise
 
     def _exchange(self, phase: str, envelope: dict[str, object], deadline: Deadline) -> list[dict[str, object]]:
         if self.world_size == 1:
@@ -180,7 +199,7 @@ class Group:
     def _key(self, step: int, rank: int) -> str:
         return f"{self._epoch}/{step}/{rank}"
 
-    def _private_store(self) -> dist.Store:
+    def _private_store(self) -> Store:
         if self._store is None:
             raise UnsupportedError(
                 f"a session of {self.world_size} trainer ranks needs a store; pass store= to connect"
@@ -193,7 +212,7 @@ class Group:
                 raise UnsupportedError(
                     f"gathering shards on {sample.device} is not supported yet; trainer shards must be on the CPU"
                 )
-            store = dist.PrefixStore(f"data/{self._epoch}", self._private_store())
+            store = PrefixStore(f"data/{self._epoch}", self._private_store())
             gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self._timeout_s))
             boxed = dist.ProcessGroup(store, self.rank, self.world_size)
             boxed._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

@@ -21,6 +21,7 @@ from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.group import Group
 from wsync.plan import Bucket, Plan, TensorSpec
+from wsync.regions import Region
 from wsync.topology import Endpoint, Topology
 
 
@@ -48,7 +49,7 @@ class Manifest:
     dtypes: Mapping[str, torch.dtype]
     """Source name -> dtype of the parameter that it is written to. Names that the worker left out are absent."""
 
-    uses: Mapping[str, tuple["Region", ...]]
+    uses: Mapping[str, tuple[Region, ...]]
     """Source name -> parts of it that this worker reads. Joined over workers they must cover the source."""
 
     problems: tuple[str, ...]
@@ -69,7 +70,12 @@ class Producer(Protocol):
 
     Methods marked *collective* are called by every trainer rank in the same order. The weights must not change from
     `open` until `close`.
+
+    Attributes:
+        staging_bytes: scratch memory that this producer holds for its plan.
     """
+
+    staging_bytes: int
 
     def metadata(self) -> Sequence[TensorSpec]:
         """What this rank holds: the same names, shapes and dtypes on every rank, this rank's `owners` only.

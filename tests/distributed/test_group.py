@@ -1,0 +1,171 @@
+"""Rounds and data between real ranks: who is named when a rank fails, strays, dies or never comes."""
+
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from wsync.deadline import Deadline
+from wsync.errors import RankError, SyncTimeout, TransportError
+from wsync.group import Group
+from wsync.testing.ranks import Rank, run_ranks
+
+
+def group_of(me: Rank, timeout_s: float = 20.0) -> Group:
+    group = Group(me.rank, me.world_size, PrefixStore("session", me.store), timeout_s)
+    group.enter(1)
+    return group
+
+
+def trainer_group_works(me: Rank) -> bool:
+    total = torch.tensor(1)
+    dist.all_reduce(total)
+    return int(total) == me.world_size
+
+
+def exchange_small_and_large(me: Rank) -> list[object]:
+    group = group_of(me)
+    deadline = Deadline.after(20)
+    assert group.round("sizes", me.rank * 10, deadline) == [rank * 10 for rank in range(me.world_size)]
+    large = bytes([me.rank]) * (9 << 20)
+    replies = group.round("large", large, deadline)
+    assert [len(reply) for reply in replies] == [9 << 20] * me.world_size  # type: ignore[arg-type]
+    group.round("last", None, deadline)
+    left = [me.store.num_keys()]
+    dist.barrier()
+    return list(left)
+
+
+def fail_on_rank_one(me: Rank) -> tuple[str, bool]:
+    group = group_of(me)
+
+    def make() -> int:
+        if me.rank == 1:
+            raise ValueError("the shard is gone")
+        return 1
+
+    try:
+        group.gather("pack", make, Deadline.after(20))
+    except RankError as error:
+        words = f"{error.ranks} {error}"
+    except ValueError as error:
+        words = str(error)
+    return words, trainer_group_works(me)
+
+
+def stray(me: Rank) -> str:
+    group = group_of(me)
+    try:
+        group.round("finish" if me.rank == 1 else "bucket 3", None, Deadline.after(20))
+    except RankError as error:
+        return str(error)
+    return "agreed"
+
+
+def never_come(me: Rank) -> tuple[str, bool]:
+    words = "stayed away"
+    if me.rank != 1:
+        with pytest.raises(RankError) as caught:
+            group_of(me).round("begin", None, Deadline.after(1.0))
+        words = f"{caught.value.ranks} {caught.value}"
+    return words, trainer_group_works(me)
+
+
+def come_late(me: Rank) -> str:
+    """Rank 1 arrives after rank 0 gave up, and must not go on alone; the next call brings both together again."""
+    group = group_of(me)
+    words = ""
+    if me.rank == 0:
+        with pytest.raises(RankError):
+            group.round("begin", None, Deadline.after(0.5))
+    dist.barrier()
+    if me.rank == 1:
+        group.round("begin", None, Deadline.after(5))
+        with pytest.raises(RankError) as caught:
+            group.round("pause", None, Deadline.after(5))
+        words = str(caught.value)
+    group.enter(2)
+    assert group.round("begin", me.rank, Deadline.after(20)) == [0, 1]
+    return words
+
+
+def send_to_first(me: Rank) -> bool:
+    group = group_of(me)
+    generator = torch.Generator().manual_seed(me.rank)
+    mine = torch.rand(1 << 16, generator=generator)
+    received = {rank: torch.empty_like(mine) for rank in range(1, me.world_size)} if me.rank == 0 else {}
+    sends = [(0, mine)] if me.rank else []
+    group.transfer(sends, list(received.items()), Deadline.after(20))
+    for rank, tensor in received.items():
+        assert torch.equal(tensor, torch.rand(1 << 16, generator=torch.Generator().manual_seed(rank)))
+    return trainer_group_works(me)
+
+
+def gather_everything(me: Rank) -> bool:
+    group = group_of(me)
+    sizes = (3, 1000, 1)
+    inputs = [torch.full((size,), float(me.rank * 100 + size)) for size in sizes]
+    outputs = [torch.empty(size * me.world_size) for size in sizes]
+    group.all_gather(outputs, inputs, Deadline.after(20))
+    for size, output in zip(sizes, outputs, strict=True):
+        expected = torch.cat([torch.full((size,), float(rank * 100 + size)) for rank in range(me.world_size)])
+        assert torch.equal(output, expected)
+    return trainer_group_works(me)
+
+
+def die_before_sending(me: Rank) -> str:
+    group = group_of(me, timeout_s=5.0)
+    first = torch.rand(1024)
+    group.transfer([(0, first)] if me.rank else [], [] if me.rank else [(1, first)], Deadline.after(5))
+    if me.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises((TransportError, SyncTimeout)) as caught:
+        group.transfer([], [(1, first)], Deadline.after(5))
+    return str(caught.value)
+
+
+def test_rounds_carry_messages_of_any_size_and_leave_the_store_clean() -> None:
+    (left, _) = run_ranks(exchange_small_and_large, 2, timeout_s=60)
+    assert left[0] <= 12, "a large message was left in the store"
+
+
+def test_a_failure_is_heard_and_named_and_the_trainers_group_goes_on() -> None:
+    (heard, fine), (own, fine_too), _ = run_ranks(fail_on_rank_one, 3, timeout_s=60)
+    assert heard.startswith("(1,)")
+    assert "rank 1: ValueError: the shard is gone" in heard
+    assert own == "the shard is gone"
+    assert fine
+    assert fine_too
+
+
+def test_ranks_in_different_phases_are_told_apart() -> None:
+    first, second = run_ranks(stray, 2, timeout_s=60)
+    assert "rank 0 is in phase 'bucket 3', others are in {1: 'finish'}" in first
+    assert "rank 1 is in phase 'finish', others are in {0: 'bucket 3'}" in second
+
+
+def test_a_rank_that_does_not_call_is_named_by_all_others() -> None:
+    (first, _), _, (third, _) = run_ranks(never_come, 3, timeout_s=60)
+    assert first.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
+    assert third.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
+
+
+def test_a_late_rank_is_told_that_the_others_gave_up() -> None:
+    _, words = run_ranks(come_late, 2, timeout_s=60)
+    assert "rank 0" in words
+
+
+def test_point_to_point_brings_the_right_bytes() -> None:
+    assert all(run_ranks(send_to_first, 3, timeout_s=60))
+
+
+def test_coalesced_all_gather_is_in_rank_order() -> None:
+    assert all(run_ranks(gather_everything, 2, timeout_s=60))
+
+
+def test_a_dead_peer_ends_the_transfer_within_the_deadline() -> None:
+    words, _ = run_ranks(die_before_sending, 2, timeout_s=60, expected_dead={1})
+    assert "rank" in words

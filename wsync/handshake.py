@@ -1,0 +1,158 @@
+"""Connect: trainer ranks and engines compare what they have, and agree on one plan before a byte is moved."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any, cast
+
+import torch
+
+from wsync.config import SyncConfig
+from wsync.deadline import Deadline
+from wsync.errors import ConfigError, MismatchError, first_five
+from wsync.group import Group
+from wsync.plan import Plan, TensorSpec
+from wsync.protocols import Engine, Manifest, Producer, Transport
+from wsync.regions import uncovered
+from wsync.topology import Choice, Topology, choose, local_endpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """What every rank knows after connecting."""
+
+    plan: Plan
+    senders: tuple[int, ...]
+    """Trainer ranks that own engines, and so send."""
+
+    engines: tuple[str, ...]
+    """All engines of the session, "name on rank r", for people."""
+
+    manifests: tuple[Manifest, ...]
+    """One for each worker of all engines."""
+
+    left_out: tuple[str, ...]
+    """Optional tensors that no engine takes."""
+
+    choices: tuple[Choice, ...]
+    """The transport of each of this rank's engines."""
+
+
+def connect_ranks(
+    producer: Producer,
+    engines: Sequence[Engine],
+    transports: Sequence[Transport],
+    group: Group,
+    config: SyncConfig,
+    deadline: Deadline,
+) -> Agreement:
+    """Exchange metadata and manifests, check them, and make the plan.
+
+    Raises:
+        ConfigError: no rank owns an engine, or the ranks' configurations differ.
+        MismatchError: ranks disagree among themselves, or an engine with them; the message names the first five.
+        UnsupportedError: no transport serves one of this rank's engines.
+        RankError: another rank failed here; the message carries its words.
+    """
+    settings = repr(replace(config, transport=getattr(config.transport, "name", config.transport)))
+    greetings = group.gather(
+        "connect",
+        lambda: {"settings": settings, "engines": [e.name for e in engines], "specs": producer.metadata()},
+        deadline,
+    )
+    engines_by_rank = _check_greetings(cast("Sequence[Mapping[str, Any]]", greetings))
+    specs = merge_specs([cast("Sequence[TensorSpec]", greeting["specs"]) for greeting in greetings])  # type: ignore[index]
+    offered = tuple(replace(spec, owners=()) for spec in specs)
+    answers = group.gather(
+        "describe", lambda: [m for engine in engines for m in engine.describe(offered, deadline.restart())], deadline
+    )
+    manifests = tuple(m for answer in answers for m in cast("Sequence[Manifest]", answer))
+    wanted = negotiate(specs, manifests, config.dtype)
+    plan = Plan.pack(wanted, config.bucket_bytes)
+    senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
+    choices = group.local("choose a transport", lambda: _choose_all(engines, transports, config), deadline)
+    group.local("prepare", lambda: producer.prepare(plan, senders, group), deadline)
+    return Agreement(
+        plan=plan,
+        senders=senders,
+        engines=tuple(f"{name} on rank {rank}" for rank, names in enumerate(engines_by_rank) for name in names),
+        manifests=manifests,
+        left_out=tuple(spec.name for spec in specs if spec.name not in {w.name for w in wanted}),
+        choices=tuple(choices),
+    )
+
+
+def merge_specs(by_rank: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
+    """One spec a tensor, owners of all ranks joined. Raises `MismatchError` if ranks differ or a part is lost."""
+    first = by_rank[0]
+    for rank, specs in enumerate(by_rank[1:], start=1):
+        here = [replace(spec, owners=()) for spec in specs]
+        there = [replace(spec, owners=()) for spec in first]
+        if here != there:
+            odd = [repr(spec.name) for spec in here if spec not in there] or [
+                repr(s.name) for s in there if s not in here
+            ]
+            raise MismatchError(
+                f"trainer ranks 0 and {rank} hold different models: {len(first)} against {len(specs)} tensors; "
+                f"they differ in {first_five(odd) or 'their order'}"
+            )
+    merged = tuple(
+        replace(same[0], owners=tuple(owner for spec in same for owner in spec.owners))
+        for same in zip(*by_rank, strict=True)
+    )
+    lost = [repr(spec.name) for spec in merged if uncovered([owner.region for owner in spec.owners], spec.numel)]
+    if lost:
+        raise MismatchError(f"no trainer rank holds some part of {first_five(lost)}")
+    return merged
+
+
+def negotiate(
+    specs: Sequence[TensorSpec], manifests: Sequence[Manifest], dtype: torch.dtype | None
+) -> tuple[TensorSpec, ...]:
+    """The tensors to send, in wire dtype. Raises `MismatchError` naming the first five problems of all workers."""
+    problems = list(dict.fromkeys(problem for manifest in manifests for problem in manifest.problems))
+    wanted = []
+    for spec in specs:
+        declared = [manifest.dtypes[spec.name] for manifest in manifests if spec.name in manifest.dtypes]
+        if spec.optional and not declared:
+            continue
+        parts = [part for manifest in manifests for part in manifest.uses.get(spec.name, ())]
+        if uncovered(parts, spec.numel) and not any(spec.name in manifest.through_loader for manifest in manifests):
+            problems.append(f"{spec.name} {list(spec.shape)}: no engine worker reads all of it")
+        wire_dtype = dtype if dtype is not None and spec.dtype.is_floating_point else _widest(declared, spec.dtype)
+        if wire_dtype.is_floating_point != spec.dtype.is_floating_point:
+            problems.append(f"{spec.name}: the trainer holds {spec.dtype}, the engine wants {wire_dtype}")
+        wanted.append(replace(spec, dtype=wire_dtype))
+    if problems:
+        raise MismatchError(
+            f"trainer and engine do not fit in {len(problems)} place(s), nothing was changed: {first_five(problems)}"
+        )
+    return tuple(wanted)
+
+
+def _widest(declared: Sequence[torch.dtype], fallback: torch.dtype) -> torch.dtype:
+    return reduce(torch.promote_types, declared) if declared else fallback
+
+
+def _check_greetings(greetings: Sequence[Mapping[str, Any]]) -> list[Sequence[str]]:
+    engines_by_rank = [cast("Sequence[str]", greeting["engines"]) for greeting in greetings]
+    if not any(engines_by_rank):
+        raise ConfigError(
+            f"none of the {len(greetings)} trainer rank(s) passed an engine; pass it on the rank that owns it "
+            f"and None on the others"
+        )
+    odd = [rank for rank, greeting in enumerate(greetings) if greeting["settings"] != greetings[0]["settings"]]
+    if odd:
+        raise ConfigError(
+            f"trainer ranks {odd} passed another config than rank 0: "
+            f"{greetings[odd[0]]['settings']} against {greetings[0]['settings']}"
+        )
+    return engines_by_rank
+
+
+def _choose_all(engines: Sequence[Engine], transports: Sequence[Transport], config: SyncConfig) -> list[Choice]:
+    here = local_endpoint("cpu")
+    return [
+        choose(Topology(sender=here, receivers=tuple(engine.endpoints())), transports, config.transport)
+        for engine in engines
+    ]

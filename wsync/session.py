@@ -1,0 +1,294 @@
+"""One trainer and its engines, connected: the loop that every sync runs through.
+
+    all ranks    begin: who is here, which version, which attempt
+    owners       pause the engine, start its workers
+    all ranks    per bucket: acquire slot, stage | go/stop | fill, commit
+    owners       drain, join the workers, compare digests
+    all ranks    loaded everywhere?
+    owners       publish, resume
+
+An error at any point is heard by every rank before its next step. Engines that were not touched serve their old
+version again; the others are torn. The next sync connects slots and sockets afresh.
+"""
+
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+
+from wsync.config import SyncConfig
+from wsync.deadline import Deadline
+from wsync.errors import ClosedError, ConfigError, DigestError, EngineStateError, first_five
+from wsync.group import Group
+from wsync.handshake import Agreement, connect_ranks
+from wsync.lines import Line, open_lines
+from wsync.plan import Bucket
+from wsync.protocols import Engine, Producer, Transport
+from wsync.report import Stopwatch, SyncReport
+
+
+class Session:
+    """A trainer connected to its engines. Every trainer rank holds one and makes the same calls in the same order.
+
+    Use it as a context manager, or `close` it. `wsync.connect` makes one.
+    """
+
+    def __init__(
+        self,
+        producer: Producer,
+        engines: Sequence[Engine],
+        transports: Sequence[Transport],
+        group: Group,
+        config: SyncConfig,
+    ) -> None:
+        """*Collective.* Connect: compare both sides and plan. No weight is moved. Raises as `connect_ranks`."""
+        self.config = config
+        self.engines = tuple(engines)
+        self._producer = producer
+        self._group = group
+        self._lines: list[Line] = []
+        self._attached = False
+        self._closed = False
+        self._calls = 0
+        self._busy = threading.Lock()
+        self._agreement: Agreement = connect_ranks(producer, engines, transports, group, config, self._deadline())
+
+    def sync(self, version: int | None = None) -> SyncReport:
+        """*Collective.* Bring every engine to the trainer's present weights.
+
+        Args:
+            version: number that the engines serve afterwards; default: one more than the newest of them.
+
+        Raises:
+            ConfigError: `version` does not grow, or a sync of this session is running. Nothing was moved.
+            RankError: another trainer rank failed or did not call.
+            PeerError, SyncTimeout, TransportError, DigestError, EngineStateError, MismatchError: see `wsync.errors`.
+        """
+        if self._closed:
+            raise ClosedError("this session is closed; connect again")
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError("a sync of this session is running; one session does one at a time")
+        try:
+            return self._run(version)
+        finally:
+            self._busy.release()
+
+    def explain(self) -> str:
+        """What was agreed at connect: plan, transport and why not the others, how tensors are loaded."""
+        agreement = self._agreement
+        plan = agreement.plan
+        text = [
+            f"{len(plan.specs)} tensors, {plan.nbytes} bytes, in {len(plan.buckets)} bucket(s) "
+            f"of at most {plan.bucket_bytes} bytes",
+            f"rank {self._group.rank} of {self._group.world_size}; senders: ranks {list(agreement.senders)}",
+            *(f"engine: {name}" for name in agreement.engines),
+        ]
+        for engine, choice in zip(self.engines, agreement.choices, strict=True):
+            text.append(f"{engine.name}: {choice.explain()}")
+        for manifest in agreement.manifests:
+            text.append(f"worker: {manifest.replayed} tensors copied by plan, plan {manifest.verified}")
+            text += [f"  {name} through the engine's loader: {why}" for name, why in manifest.through_loader.items()]
+        if agreement.left_out:
+            text.append(f"not wanted by any engine: {first_five(agreement.left_out)}")
+        return "\n".join(text)
+
+    def close(self) -> None:
+        """Release slots, sockets and the communicator. The engines stay as they are. Never raises."""
+        if not self._closed:
+            self._closed = True
+            self._detach()
+            for engine in self.engines:
+                engine.close()
+            self._group.close()
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _deadline(self) -> Deadline:
+        return Deadline.after(self.config.timeout_s)
+
+    def _run(self, version: int | None) -> SyncReport:
+        watch = Stopwatch()
+        self._calls += 1
+        self._group.enter(self._calls)
+        with watch.stage("begin"):
+            version, attempt, attached = self._begin(version)
+        try:
+            if not attached:
+                with watch.stage("attach"):
+                    self._attach()
+            pause_seconds = self._transfer(version, attempt, watch)
+        except BaseException as error:
+            self._give_up(attempt, error)
+            raise
+        finally:
+            self._producer.close()
+        return self._report(version, watch, pause_seconds)
+
+    def _begin(self, version: int | None) -> tuple[int, str, bool]:
+        """Agree on the version and the attempt. Nothing is touched before everyone is here."""
+        mine = {
+            "version": version,
+            "attempt": uuid.uuid4().hex,
+            "attached": self._attached,
+            "newest": max((engine.last_version() for engine in self.engines), default=0),
+        }
+        replies = cast("Sequence[Mapping[str, Any]]", self._group.round("begin", mine, self._deadline()))
+        asked = {reply["version"] for reply in replies}
+        if len(asked) != 1:
+            raise ConfigError(f"trainer ranks ask for different versions: {[reply['version'] for reply in replies]}")
+        newest = max(reply["newest"] for reply in replies)
+        if version is not None and version <= newest:
+            raise ConfigError(f"version {version} is not newer than version {newest}, which an engine has served")
+        attached = all(reply["attached"] for reply in replies)
+        return newest + 1 if version is None else version, replies[0]["attempt"], attached
+
+    def _attach(self) -> None:
+        self._detach()
+        self._group.reset()
+        agreement = self._agreement
+        self._lines = self._group.local(
+            "attach",
+            lambda: open_lines(self.engines, agreement.choices, agreement.plan, self.config, self._calls),
+            self._patience(),
+        )
+        self._attached = True
+
+    def _detach(self) -> None:
+        self._attached = False
+        for line in self._lines:
+            line.sender.close()
+        self._lines = []
+
+    def _transfer(self, version: int, attempt: str, watch: Stopwatch) -> float:
+        group, producer = self._group, self._producer
+        paused = Stopwatch()
+        with watch.stage("pause"):
+            group.local("pause", lambda: self._start_engines(version, attempt), self._patience())
+        with watch.stage("open"):
+            group.local("open", producer.open, self._patience())
+        error: BaseException | None = None
+        for bucket in self._agreement.plan.buckets:
+            error = self._send(bucket, error, watch)
+        with watch.stage("drain"):
+            group.agree("drain", error or self._drain(), self._patience())
+        with watch.stage("load"):
+            results = group.local(
+                "load", lambda: [engine.join(self._deadline()) for engine in self.engines], self._patience()
+            )
+        if self.config.verify == "digest":
+            with watch.stage("digest"):
+                self._compare_digests(results)
+        with watch.stage("finish"):
+            group.local("finish", lambda: self._publish(version, attempt), self._patience())
+        return paused.seconds if self.engines else 0.0
+
+    def _start_engines(self, version: int, attempt: str) -> None:
+        for engine in self.engines:
+            engine.pause(self.config.pause, self._deadline())
+        for engine in self.engines:
+            engine.begin(version, attempt, self._deadline(), digest=self.config.verify == "digest")
+
+    def _send(self, bucket: Bucket, error: BaseException | None, watch: Stopwatch) -> BaseException | None:
+        """Move one bucket on every rank. Returns an error of the last, local step for the next go/stop to report."""
+        producer = self._producer
+        references = producer.references(bucket)
+        rings = [line.sender for line in self._lines if references is None or not line.sender.by_reference]
+        gather = bool(rings) or references is None
+        slots: list[torch.Tensor] = []
+        if error is None:
+            try:
+                with watch.stage("acquire"):
+                    slots = [ring.acquire(self._deadline()) for ring in rings]
+                if gather:
+                    with watch.stage("stage"):
+                        producer.stage(bucket)
+            except Exception as caught:
+                error = caught
+        with watch.stage("go/stop"):
+            self._group.agree(f"bucket {bucket.index}", error, self._patience())
+        try:
+            if gather:
+                with watch.stage("fill"):
+                    producer.fill(bucket, slots[0] if slots else None)
+                    for slot in slots[1:]:
+                        slot[: bucket.nbytes].copy_(slots[0][: bucket.nbytes])
+            for ring in rings:
+                ring.commit(bucket)
+            if references is not None:
+                for line in self._lines:
+                    if line.sender.by_reference:
+                        line.sender.hand_over(bucket, references)
+        except Exception as caught:
+            return caught
+        return None
+
+    def _drain(self) -> BaseException | None:
+        try:
+            for line in self._lines:
+                line.sender.drain(self._deadline())
+        except Exception as error:
+            return error
+        return None
+
+    def _compare_digests(self, results: Sequence[Sequence[Mapping[str, int]]]) -> None:
+        names = [spec.name for spec in self._agreement.plan.specs]
+        shares = self._group.gather("digest", lambda: list(self._producer.digests(names)), self._patience())
+        columns = zip(*cast("Sequence[Sequence[int]]", shares), strict=True)
+        expected = {name: sum(column) % 2**64 for name, column in zip(names, columns, strict=True)}
+        self._group.local("compare digests", lambda: self._check_digests(expected, results), self._patience())
+
+    def _check_digests(self, expected: Mapping[str, int], results: Sequence[Sequence[Mapping[str, int]]]) -> None:
+        for engine, workers in zip(self.engines, results, strict=True):
+            for rank, digests in enumerate(workers):
+                wrong = [name for name, value in expected.items() if digests.get(name) != value]
+                if wrong:
+                    raise DigestError(
+                        f"{engine.name}, worker {rank}: the bytes that arrived are not the bytes that were sent in "
+                        f"{len(wrong)} tensor(s): {first_five(wrong)}"
+                    )
+
+    def _publish(self, version: int, attempt: str) -> None:
+        for engine in self.engines:
+            engine.finish(version, attempt, self._deadline())
+        for engine in self.engines:
+            engine.resume()
+
+    def _give_up(self, attempt: str, error: BaseException) -> None:
+        """Close the wires first, so that workers stop waiting; then see what each engine still holds."""
+        self._group.report("give up", error)
+        self._detach()
+        self._group.reset()
+        for engine in self.engines:
+            engine.abort(attempt, f"{type(error).__name__}: {error}", self._deadline())
+            with suppress(EngineStateError):  # torn: it stays paused
+                engine.resume()
+
+    def _patience(self) -> Deadline:
+        """For rounds in the middle of a sync: a rank may first have waited for its engine as long as it may."""
+        return Deadline.after(2 * self.config.timeout_s)
+
+    def _report(self, version: int, watch: Stopwatch, pause_seconds: float) -> SyncReport:
+        plan = self._agreement.plan
+        held = sum(line.slots_nbytes for line in self._lines) + self._producer.staging_bytes
+        return SyncReport(
+            version=version,
+            nbytes=plan.nbytes,
+            tensors=len(plan.specs),
+            seconds=watch.seconds,
+            pause_seconds=pause_seconds,
+            control_seconds=watch.control_seconds,
+            transport="+".join(dict.fromkeys(line.transport for line in self._lines)) or "none",
+            stages=dict(watch.stages),
+            peak_bytes=held,
+            through_loader=max((len(m.through_loader) for m in self._agreement.manifests), default=0),
+        )
