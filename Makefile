@@ -1,6 +1,9 @@
 # Every target sets up what it needs in .venv first; that is quick when it is already there.
 ENGINE ?= hf
 PYTHON ?= python3
+ifeq ($(filter hf vllm,$(ENGINE)),)
+$(error ENGINE is '$(ENGINE)'; choose hf or vllm)
+endif
 export PYTHON
 
 # The ranks of the demo talk over the loopback device. These settings end with the child process.
