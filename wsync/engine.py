@@ -21,6 +21,9 @@ from wsync.topology import Endpoint
 
 SLEEP_TAGS = ("weights", "kv_cache")
 
+_HELLO_TIMEOUT_S = 60.0
+"""Longest wait, in seconds, for a worker to say who it is: these calls come without a deadline."""
+
 
 class WorkerEngine(ABC):
     """An engine whose workers answer `call(method, payload)`, each through a `wsync.worker.Worker`.
@@ -35,6 +38,9 @@ class WorkerEngine(ABC):
         self._torn: str | None = None
         self._asleep: set[str] = set()
         self._void = False
+        self._attempt: str | None = None
+        self._taking = 0
+        self._resume_at_wake = False
         self._update: Background[Sequence[Mapping[str, Any]]] | None = None
 
     # What an adapter provides.
@@ -74,14 +80,14 @@ class WorkerEngine(ABC):
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Every worker, in the order of worker ranks."""
-        return [cast("Endpoint", reply["endpoint"]) for reply in self._ask("hello", {}, None)]
+        return [cast("Endpoint", reply["endpoint"]) for reply in self._hello()]
 
     def version(self) -> int:
         """Version that the engine serves; 0 for the launch weights. Raises `EngineStateError` if torn."""
         if self._torn is not None:
             raise EngineStateError(self._torn)
         if self._version is None:
-            versions = {int(reply["version"]) for reply in self._ask("hello", {}, None)}
+            versions = {int(reply["version"]) for reply in self._hello()}
             if len(versions) != 1:
                 raise EngineStateError(f"workers of {self.name} hold different versions {sorted(versions)}")
             self._version = versions.pop()
@@ -103,15 +109,20 @@ class WorkerEngine(ABC):
         self._ask("attach", message, deadline)
 
     def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:
-        """Start every worker's loop and return at once. Raises `EngineStateError` before any call."""
+        """Start every worker's loop and return at once. Raises `EngineStateError` before any update call."""
         self._require_weights(f"take version {version}")
         if self._update is not None and not self._update.done:
             raise EngineStateError(
                 f"{self.name} has not answered the previous sync yet; its worker may be stalled. "
                 f"A new sync can start when it has, or after the engine is restarted"
             )
+        if self._attempt is not None:
+            raise EngineStateError(f"{self.name}: attempt {self._attempt} is not over yet; finish or abort it first")
+        if version <= self.last_version():
+            raise EngineStateError(f"{self.name} has served version {self._version}; {version} is not newer")
         message = {"version": version, "attempt": attempt, "timeout_s": deadline.timeout_s, "digest": digest}
-        self.guard(f"{self.name} is taking version {version}; it serves again when the sync is finished")
+        self._attempt, self._taking = attempt, version
+        self.guard(self._reason_not_to_serve())
         self._update = Background(f"{self.name} to load version {version}", lambda: self._ask("update", message, None))
 
     def join(self, deadline: Deadline) -> Sequence[Mapping[str, int]]:
@@ -121,7 +132,14 @@ class WorkerEngine(ABC):
         return [cast("Mapping[str, int]", reply["digests"]) for reply in self._update.result(deadline)]
 
     def finish(self, version: int, attempt: str, deadline: Deadline) -> None:
-        """Publish: caches are dropped, then every worker takes `version`."""
+        """Publish: caches are dropped, then every worker takes `version`.
+
+        Raises `EngineStateError`, with nothing changed, if `attempt` is over or has not been joined.
+        """
+        if self._attempt != attempt or self._taking != version or self._update is None:
+            raise EngineStateError(f"{self.name}: attempt {attempt} for version {version} is over; sync again")
+        if not self._update.done:
+            raise EngineStateError(f"{self.name}: attempt {attempt} still runs; join it before finish")
         try:
             self.on_reset_cache()
             self._ask("publish", {"version": version, "attempt": attempt}, deadline)
@@ -129,12 +147,13 @@ class WorkerEngine(ABC):
             self._update = None
             self._tear(f"version {version} could not be published: {error}")
             raise
-        self._version, self._torn, self._void, self._update = version, None, False, None
+        self._version, self._torn, self._void = version, None, False
+        self._attempt = self._update = None
         self.guard(self._reason_not_to_serve())
 
     def abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
         """End an attempt. If no worker had begun to write, the old version still serves; else torn. Never raises."""
-        if self._update is None:
+        if self._update is None or self._attempt != attempt:
             return
         try:
             self._settle(deadline)
@@ -146,19 +165,20 @@ class WorkerEngine(ABC):
         if any(reply["state"] != "serving" or reply["version"] != self._version for reply in replies):
             self._tear(reason)
         else:
+            self._attempt = None
             self.guard(self._reason_not_to_serve())
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Stop generating. Raises `UnsupportedError` for a mode that the engine does not have."""
         self._require_weights("be paused for a sync")
         self.on_pause(mode, deadline)
+        self._resume_at_wake = False
 
     def resume(self) -> None:
-        """Generate again. Raises `EngineStateError` while torn, void or partly asleep."""
-        if self._torn is not None:
-            raise EngineStateError(self._torn)
-        if self._void:
-            raise EngineStateError(f"{self.name} has no weights since its level-2 sleep; sync it first")
+        """Generate again, once all of it is awake. Raises `EngineStateError` while torn, void or updating."""
+        if self._torn is not None or self._void or self._attempt is not None:
+            raise EngineStateError(self._reason_not_to_serve())
+        self._resume_at_wake = bool(self._asleep)
         if not self._asleep:
             self.on_resume()
 
@@ -166,15 +186,17 @@ class WorkerEngine(ABC):
         """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them."""
         if level not in (1, 2):
             raise EngineStateError(f"sleep level {level} does not exist; 1 keeps the weights, 2 drops them")
-        if self._update is not None and not self._update.done:
+        if self._attempt is not None or (self._update is not None and not self._update.done):
             raise EngineStateError(f"{self.name} is taking new weights and cannot sleep now")
-        if self._asleep:
+        if self._asleep == set(SLEEP_TAGS):
             return
-        self.version() if self._version is None else None
+        if self._asleep:
+            raise EngineStateError(f"{self.name} is half awake; wake_up {sorted(self._asleep)} before the next sleep")
+        self.last_version()  # a worker without weights may be unable to tell
         self.on_sleep(level)
         self._asleep = set(SLEEP_TAGS)
-        self._void = level == 2
-        self.guard(f"{self.name} is asleep; call wake_up first")
+        self._void = self._void or level == 2
+        self.guard(self._reason_not_to_serve())
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back by tag, `weights` before `kv_cache`. After level 2 only a full sync makes it serve."""
@@ -189,6 +211,9 @@ class WorkerEngine(ABC):
         self.on_wake_up(waking)
         self._asleep -= set(waking)
         self.guard(self._reason_not_to_serve())
+        if self._resume_at_wake and not self._asleep:
+            self._resume_at_wake = False
+            self.on_resume()
 
     def close(self) -> None:
         """Let the workers drop their receivers. The engine itself stays. Never raises."""
@@ -199,7 +224,12 @@ class WorkerEngine(ABC):
 
     # Shared by the above.
 
+    def _hello(self) -> Sequence[Mapping[str, Any]]:
+        return self._ask("hello", {}, Deadline.after(_HELLO_TIMEOUT_S))
+
     def _reason_not_to_serve(self) -> str | None:
+        if self._attempt is not None:
+            return f"{self.name} is taking version {self._taking}; it serves again when the sync is finished"
         if self._torn is not None:
             return self._torn
         if self._asleep:
@@ -213,6 +243,7 @@ class WorkerEngine(ABC):
             raise EngineStateError(f"{self.name} is asleep and cannot {doing}; call wake_up(['weights']) first")
 
     def _tear(self, reason: str) -> None:
+        self._attempt = None
         self._torn = f"{self.name} holds no consistent version and refuses to serve: {reason}. Sync it again"
         self.guard(self._torn)
 
