@@ -1,0 +1,152 @@
+"""What an engine's own loader does with each tensor, as data: copies that a worker can replay without the loader.
+
+A load plan is recorded by `wsync.dryrun` and replayed by `wsync.replay`. Two coordinate systems appear in it. A
+*source* is a tensor that the trainer sends; its regions are positions in the flattened full tensor. A *target* is a
+live parameter or buffer; its regions are positions in its memory, counted from its first element. For a contiguous
+target that is the flattened tensor too.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from wsync.errors import MismatchError, first_five
+from wsync.plan import TensorSpec
+from wsync.regions import Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """`target[dst] = source[src]`, with a cast to the target's dtype if it differs. Both regions have equal sizes."""
+
+    source: str
+    src: Region
+    target: str
+    dst: Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fill:
+    """`target[dst] = value`: padding, such as rows of a vocabulary that no checkpoint has."""
+
+    target: str
+    dst: Region
+    value: bool | int | float | complex
+    source: str | None
+    """Source that was being loaded; None if the loader did it before the first or after the last one."""
+
+    last: bool = False
+    """True if it comes after every copy that it overlaps, False if before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cover:
+    """A write that only the loader itself can do. It counts for coverage and is never replayed."""
+
+    target: str
+    dst: Region
+    sources: frozenset[str]
+    """Sources that the written value depends on; empty for a constant."""
+
+    reads: frozenset[str]
+    """Live targets whose own value it depends on."""
+
+
+Write = Copy | Fill | Cover
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a target looked like when the plan was recorded, and where it was."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    data_ptr: int
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "Layout":
+        """The layout of `tensor` now."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.data_ptr())
+
+    def same_shape(self, other: "Layout") -> bool:
+        """Whether a plan recorded for `other` fits; the address may differ."""
+        return (self.shape, self.strides, self.dtype) == (other.shape, other.strides, other.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """One worker's loader, recorded for one list of specs."""
+
+    specs: Mapping[str, TensorSpec]
+    """Every source that the plan was recorded for, in the order in which it was offered."""
+
+    writes: tuple[Write, ...]
+    """All writes in the order of the loader; copies are in `copies` too."""
+
+    through_loader: Mapping[str, str]
+    """Source -> why it goes through the engine's own loader."""
+
+    unfollowed: frozenset[str]
+    """Sources in `through_loader` whose targets could not be found out."""
+
+    private: frozenset[str]
+    """Sources that the loader edits in place or keeps beyond its turn: they need a copy of their own."""
+
+    always_call: bool
+    """True if the loader writes something by itself, so that it is called even when nothing goes through it."""
+
+    layouts: Mapping[str, Layout]
+    """Every live target."""
+
+    refused: frozenset[str]
+    """Sources that the loader refused; each has a sentence in `problems`."""
+
+    uses: Mapping[str, tuple[Region, ...]]
+    """Source -> the parts of it that this worker reads."""
+
+    dtypes: Mapping[str, frozenset[torch.dtype]]
+    """Source -> dtypes of the targets that it is written to."""
+
+    problems: tuple[str, ...]
+    """What the loader refused, one sentence each."""
+
+    @property
+    def copies(self) -> list[Copy]:
+        """Writes that are replayed from arrived tensors."""
+        return [write for write in self.writes if isinstance(write, Copy)]
+
+    @property
+    def fills(self) -> list[Fill]:
+        """Writes that are replayed without any tensor."""
+        return [write for write in self.writes if isinstance(write, Fill)]
+
+    @property
+    def needs_loader(self) -> bool:
+        """Whether a sync calls the engine's loader at all."""
+        return self.always_call or bool(self.through_loader)
+
+    def matches(self, specs: Mapping[str, TensorSpec]) -> bool:
+        """Whether the plan was recorded for just these names, shapes and dtypes."""
+        return {n: (s.shape, s.dtype) for n, s in specs.items()} == {
+            n: (s.shape, s.dtype) for n, s in self.specs.items()
+        }
+
+    def check_layouts(self, targets: Mapping[str, torch.Tensor]) -> bool:
+        """Whether every target still lies where it lay. Raises `MismatchError` if one is gone or changed its shape."""
+        changed = [
+            f"{name} ({_describe(layout)}, now {_describe(Layout.of(targets[name])) if name in targets else 'gone'})"
+            for name, layout in self.layouts.items()
+            if name not in targets or not Layout.of(targets[name]).same_shape(layout)
+        ]
+        if changed:
+            raise MismatchError(
+                f"{len(changed)} parameters changed since the load plan was made: {first_five(changed)}. "
+                f"Close the session and connect again"
+            )
+        return all(targets[name].data_ptr() == layout.data_ptr for name, layout in self.layouts.items())
+
+
+def _describe(layout: Layout) -> str:
+    return f"{layout.dtype} {list(layout.shape)} with strides {list(layout.strides)}"

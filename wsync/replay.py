@@ -1,0 +1,180 @@
+"""Replays a load plan: from what arrives, bucket by bucket, straight into the live parameters."""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from wsync.errors import MismatchError, ProtocolError, first_five
+from wsync.loadplan import Copy, LoadPlan
+from wsync.plan import Bucket, Plan, TensorMeta
+from wsync.regions import Region
+from wsync.strided import cut, memory_view
+
+Arrivals = Iterable[tuple[Bucket, Sequence[torch.Tensor]]]
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One copy of one bucket. `src` counts from the first element that the bucket holds of the source."""
+
+    tensor: int
+    """Index in `Bucket.tensors`."""
+
+    src: Region
+    target: str
+    dst: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Routine:
+    """A load plan laid out for the buckets of one `Plan`: no decision is left for the time of the sync."""
+
+    load: LoadPlan
+    steps: tuple[tuple[Step, ...], ...]
+    """By bucket index."""
+
+    @classmethod
+    def compile(cls, load: LoadPlan, plan: Plan) -> "Routine":
+        """Lay out `load` for `plan`. Raises `MismatchError` if it was not recorded for the plan's specs."""
+        if load.problems or not load.matches({spec.name: spec for spec in plan.specs}):
+            raise MismatchError("the load plan was not recorded for the tensors of this plan; describe them first")
+        by_source: dict[str, list[Copy]] = defaultdict(list)
+        for copy in load.copies:
+            by_source[copy.source].append(copy)
+        steps = tuple(
+            tuple(
+                step
+                for index, meta in enumerate(bucket.tensors)
+                for copy in by_source[meta.name]
+                for step in _steps(index, meta, copy)
+            )
+            for bucket in plan.buckets
+        )
+        return cls(load, steps)
+
+
+def _steps(index: int, meta: TensorMeta, copy: Copy) -> Iterator[Step]:
+    if meta.is_whole:
+        yield Step(index, copy.src, copy.target, copy.dst)
+        return
+    low, high = meta.elements.bounds
+    for src, dst in cut(copy.src, copy.dst, low, high):
+        yield Step(index, src.translate(-low), copy.target, dst)
+
+
+class Replay:
+    """One sync of a `Routine` into live targets. Holds views of the model: drop it when the sync ends."""
+
+    def __init__(self, routine: Routine, targets: Mapping[str, torch.Tensor]) -> None:
+        """Look up every destination. Raises `MismatchError` if a target is gone or has another shape."""
+        routine.load.check_layouts(targets)
+        self._routine = routine
+        self._destinations = [
+            [memory_view(targets[step.target], step.dst) for step in steps] for steps in routine.steps
+        ]
+        self._fills = [(fill, memory_view(targets[fill.target], fill.dst)) for fill in routine.load.fills]
+        self._devices = {tensor.device for tensor in targets.values() if tensor.device.type != "cpu"}
+        self._parts: dict[str, _Part] = {}
+        self._failure: BaseException | None = None
+
+    def run(self, arrivals: Arrivals, load_weights: LoadWeights, before_write: Callable[[], None]) -> None:
+        """Write everything that arrives. `before_write` is called once, just before the first byte is written.
+
+        Tensors that need the engine's loader are handed to one call of `load_weights` as they arrive, and copies go
+        on between them. Raises what the arrivals raise, else what the loader raises, and `ProtocolError` if the
+        loader stopped early.
+        """
+        stream = self._copied(arrivals, before_write)
+        try:
+            if self._routine.load.needs_loader:
+                load_weights(stream)
+            leftover = [name for name, _ in stream]
+        except Exception as error:
+            if self._failure is not None and self._failure is not error:
+                raise self._failure from error
+            raise
+        finally:
+            stream.close()
+        if leftover or self._parts:
+            names = first_five([*leftover, *self._parts])
+            raise ProtocolError(f"the engine's loader stopped before it had taken every tensor; it left {names}")
+
+    def _copied(
+        self, arrivals: Arrivals, before_write: Callable[[], None]
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """Replay each bucket, and yield those of its tensors that the engine's loader must take."""
+        first = True
+        try:
+            for bucket, tensors in arrivals:
+                if first:
+                    before_write()
+                    self._fill(last=False)
+                    first = False
+                self._copy(bucket, tensors)
+                yield from self._offer(bucket, tensors)
+                for device in self._devices:
+                    torch.accelerator.synchronize(device)  # the slot is free only when the copies have been done
+                del tensors
+        except Exception as error:
+            self._failure = error
+            raise
+        self._fill(last=True)
+
+    def _fill(self, *, last: bool) -> None:
+        for fill, view in self._fills:
+            if fill.last is last:
+                view.fill_(fill.value)
+
+    def _copy(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
+        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        for step, dst in zip(self._routine.steps[bucket.index], self._destinations[bucket.index], strict=True):
+            key = (step.tensor, dst.dtype)
+            if key not in flats:
+                flats[key] = _flat(tensors[step.tensor], bucket.tensors[step.tensor], dst.dtype)
+            src = flats[key]
+            dsts, srcs = groups.setdefault((dst.dtype, src.dtype), ([], []))
+            dsts.append(dst)
+            srcs.append(memory_view(src, step.src))
+        for dsts, srcs in groups.values():
+            torch._foreach_copy_(dsts, srcs)
+
+    def _offer(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors for the loader, each when all of it has arrived; copies where the loader may not have ours."""
+        for meta, tensor in zip(bucket.tensors, tensors, strict=True):
+            if meta.name not in self._routine.load.through_loader:
+                continue
+            wire = tensor.to(meta.dtype)
+            if meta.is_whole:
+                private = meta.name in self._routine.load.private and wire is tensor
+                yield meta.name, wire.clone() if private else wire
+                continue
+            part = self._parts.setdefault(meta.name, _Part(meta, tensor.device))
+            if part.take(meta, wire):
+                del self._parts[meta.name]
+                yield meta.name, part.flat.view(meta.shape)
+
+
+class _Part:
+    """A tensor that arrives in chunks and is needed whole."""
+
+    def __init__(self, meta: TensorMeta, device: torch.device) -> None:
+        self.flat = torch.empty(math.prod(meta.shape), dtype=meta.dtype, device=device)
+        self._missing = self.flat.nbytes
+
+    def take(self, meta: TensorMeta, chunk: torch.Tensor) -> bool:
+        """Put one chunk in its place. True if that was the last one."""
+        meta.elements.view(self.flat).copy_(chunk.reshape(-1))
+        self._missing -= meta.chunk_nbytes
+        return self._missing == 0
+
+
+def _flat(tensor: torch.Tensor, meta: TensorMeta, target: torch.dtype) -> torch.Tensor:
+    """`tensor` with its elements in a row; rounded to the wire dtype first if neither end has that."""
+    if tensor.dtype != meta.dtype and target != meta.dtype:
+        tensor = tensor.to(meta.dtype)
+    return tensor.contiguous()
