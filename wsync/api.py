@@ -75,10 +75,15 @@ def connect(
         ConfigError, RankError, SyncTimeout, EngineStateError, PeerError: see `wsync.errors`.
     """
     settings = config or SyncConfig()
-    producer = registry.producer_for(actor)
-    engines = [registry.engine_for(one) for one in _as_list(engine)]
     group = _group(rank, world_size, store, settings.timeout_s)
-    return Session(producer, engines, registry.transports_for(settings.transport), group, settings)
+    try:
+        producer = registry.producer_for(actor)
+        engines = [registry.engine_for(one) for one in _as_list(engine)]
+        transports = registry.transports_for(settings.transport)
+    except Exception as error:
+        group.report("connect", error)
+        raise
+    return Session(producer, engines, transports, group, settings)
 
 
 def _session_of(actor: object, engine: object, config: SyncConfig) -> Session:

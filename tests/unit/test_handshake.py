@@ -1,0 +1,86 @@
+"""What ranks and engines must agree on before a byte is moved, as pure functions."""
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from wsync.errors import MismatchError
+from wsync.handshake import merge_specs, negotiate
+from wsync.plan import Owner, TensorSpec
+from wsync.protocols import Manifest
+from wsync.regions import Region
+
+
+def spec(name: str, rank: int, start: int, rows: int, *, dtype: torch.dtype = torch.float32) -> TensorSpec:
+    """`rows` rows of a [4, 8] tensor, held by `rank`."""
+    owner = Owner(rank=rank, region=Region.box((4, 8), (start, 0), (rows, 8)))
+    return TensorSpec(name=name, shape=(4, 8), dtype=dtype, owners=(owner,))
+
+
+def manifest(dtypes: Mapping[str, torch.dtype], **fields: object) -> Manifest:
+    """A worker that reads all of every tensor in `dtypes`, unless `fields` say otherwise."""
+    defaults = {
+        "uses": {name: (Region.whole((4, 8)),) for name in dtypes},
+        "problems": (),
+        "replayed": len(dtypes),
+        "through_loader": {},
+        "verified": "yes",
+    }
+    return Manifest(dtypes=dtypes, **{**defaults, **fields})  # type: ignore[arg-type]
+
+
+def test_owners_of_all_ranks_are_joined() -> None:
+    (merged,) = merge_specs([[spec("w", 0, 0, 2)], [spec("w", 1, 2, 2)]])
+    assert [owner.rank for owner in merged.owners] == [0, 1]
+
+
+def test_a_part_that_no_rank_holds_is_an_error() -> None:
+    with pytest.raises(MismatchError, match="no trainer rank holds some part of 'w'"):
+        merge_specs([[spec("w", 0, 0, 2)], [spec("w", 1, 3, 1)]])
+
+
+def test_ranks_with_different_tensors_are_told_which() -> None:
+    with pytest.raises(MismatchError, match=r"ranks 0 and 1 hold different models: 1 against 2 tensors.*'extra'"):
+        merge_specs([[spec("w", 0, 0, 4)], [spec("w", 1, 0, 4), spec("extra", 1, 0, 4)]])
+    with pytest.raises(MismatchError, match="'w'"):
+        merge_specs([[spec("w", 0, 0, 4)], [spec("w", 1, 0, 4, dtype=torch.bfloat16)]])
+
+
+def test_the_engine_declares_the_wire_dtype_tensor_by_tensor() -> None:
+    specs = [spec("w", 0, 0, 4), spec("bias", 0, 0, 4)]
+    wanted = negotiate(specs, [manifest({"w": torch.bfloat16, "bias": torch.float32})], None)
+    assert [w.dtype for w in wanted] == [torch.bfloat16, torch.float32]
+    forced = negotiate(specs, [manifest({"w": torch.bfloat16, "bias": torch.float32})], torch.float16)
+    assert [w.dtype for w in forced] == [torch.float16, torch.float16]
+
+
+def test_two_engines_get_the_wider_dtype_so_that_each_rounds_once() -> None:
+    manifests = [manifest({"w": torch.bfloat16}), manifest({"w": torch.float32})]
+    assert negotiate([spec("w", 0, 0, 4)], manifests, None)[0].dtype == torch.float32
+
+
+def test_coverage_of_a_source_is_joined_over_workers() -> None:
+    top, bottom = (Region.box((4, 8), (start, 0), (2, 8)) for start in (0, 2))
+    halves = [manifest({"w": torch.float32}, uses={"w": (part,)}) for part in (top, bottom)]
+    assert negotiate([spec("w", 0, 0, 4)], halves, None)
+    with pytest.raises(MismatchError, match=r"w \[4, 8\]: no engine worker reads all of it"):
+        negotiate([spec("w", 0, 0, 4)], halves[:1], None)
+
+
+def test_problems_of_all_workers_are_listed_once_with_a_count() -> None:
+    problems = tuple(f"t{i}: unknown name" for i in range(7))
+    with pytest.raises(MismatchError, match=r"7 place\(s\), nothing was changed: t0.*t4: unknown name and 2 more"):
+        negotiate([spec("w", 0, 0, 4)], [manifest({"w": torch.float32}, problems=problems)] * 2, None)
+
+
+def test_an_optional_buffer_that_nobody_wants_stays_home() -> None:
+    buffer = TensorSpec(name="inv_freq", shape=(4, 8), dtype=torch.float32, optional=True)
+    assert [s.name for s in negotiate([spec("w", 0, 0, 4), buffer], [manifest({"w": torch.float32})], None)] == ["w"]
+    both = {"w": torch.float32, "inv_freq": torch.float32}
+    assert len(negotiate([spec("w", 0, 0, 4), buffer], [manifest(both)], None)) == 2
+
+
+def test_an_integer_tensor_is_not_rounded_to_float() -> None:
+    with pytest.raises(MismatchError, match=r"w: the trainer holds torch.int32, the engine wants torch.float32"):
+        negotiate([spec("w", 0, 0, 4, dtype=torch.int32)], [manifest({"w": torch.float32})], None)
