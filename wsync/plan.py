@@ -265,7 +265,9 @@ def _check_next(first: TensorMeta, filled: int, meta: TensorMeta, data: torch.Te
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of `tensor`, row-major, uint8 1-D: a view if it is contiguous."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # `view(-1)` would keep an odd stride of a tensor of one or no elements, which no dtype view takes.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def _typed(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:

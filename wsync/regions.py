@@ -197,7 +197,7 @@ _EMPTY = Region(0, (0,), (1,))
 
 def compress(starts: IntArray, lengths: IntArray) -> tuple[Region, ...]:
     """Runs (both int64 `[runs]`) as few nested regions, which read one after the other give the runs in their order."""
-    return tuple(Region(offset, *shape).coalesce() for offset, shape in progressions(starts, lengths))
+    return tuple(Region(offset, *shape) for offset, shape in progressions(starts, lengths))
 
 
 def uncovered(parts: Iterable[Region], numel: int) -> tuple[Region, ...]:

@@ -92,5 +92,8 @@ def _nest(keys: IntArray, shapes: list[Shape], counts: IntArray, steps: IntArray
     rows = zip(keys[example].tolist(), counts[example].tolist(), steps[example].tolist(), strict=True)
     for key, count, step in rows:
         sizes, strides = shapes[key]
-        nested.append(((count, *sizes), (step, *strides)) if count > 1 else (sizes, strides))
+        if count > 1 and sizes and step == sizes[0] * strides[0]:
+            nested.append(((count * sizes[0], *sizes[1:]), strides))
+        else:
+            nested.append(((count, *sizes), (step, *strides)) if count > 1 else (sizes, strides))
     return ids, nested

@@ -196,3 +196,77 @@ def test_uncovered_takes_parts_that_go_back_and_refuses_those_outside(part: Regi
                 uncovered([part], 50)
         else:
             assert joined(uncovered([part], 50)) == sorted(set(range(50)) - set(positions(part)))
+
+
+def test_shards_slices_and_experts_meet_in_one_region_each() -> None:
+    columns = Region.box((4096, 11008), (0, 5504), (4096, 2752))
+    others = Region.box((4096, 11008), (0, 4000), (4096, 4000))
+    assert columns.intersect(others) == (Region(5504, (4096, 2496), (11008, 1)),)
+    (ordinals,) = columns.locate(columns.intersect(others)[0])
+    assert ordinals == Region(0, (4096, 2496), (2752, 1))
+    expert = Region.box((64, 1024, 512), (7, 0, 0), (1, 512, 512))
+    rows = Region.span(7 * 1024 * 512 - 100, 300)
+    assert expert.intersect(rows) == (Region.span(7 * 1024 * 512, 200),)
+    single = Region.box((8192, 4096, 2), (0, 0, 1), (8192, 4096, 1))
+    assert single.intersect(Region.box((8192, 4096, 2), (9, 9, 0), (500, 700, 2))) == (
+        Region((9 * 4096 + 9) * 2 + 1, (500, 700), (8192, 2)),
+    )
+
+
+def test_a_long_list_of_irregular_runs_still_meets_exactly() -> None:
+    generator = np.random.default_rng(5)
+    a = Region(3, (500, 4), (9, 1))
+    listed = positions(a)
+    b = Region(int(generator.integers(0, 9)), (560, 5), (8, 1))
+    want = np.intersect1d(listed, positions(b))
+    parts = a.intersect(b)
+    assert joined(parts) == want.tolist()
+    assert [listed[i] for i in joined(tuple(o for p in parts for o in a.locate(p)))] == want.tolist()
+
+
+def test_set_operations_refuse_regions_that_go_back() -> None:
+    back = Region(0, (2, 3), (1, 2))
+    for call in (lambda: back.intersect(Region.span(0, 3)), lambda: Region.span(0, 3).intersect(back)):
+        with pytest.raises(ValueError, match="not monotone"):
+            call()
+    with pytest.raises(ValueError, match="not monotone"):
+        back.locate(Region.span(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "offsets", "sizes"),
+    [((4, 4), (0, 1), (4, 4)), ((4,), (-1,), (2,)), ((4, 4), (0,), (4,)), ((4,), (0,), (-1,)), ((), (0,), (1,))],
+)
+def test_box_outside_of_its_shape_is_refused(
+    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    with pytest.raises(ValueError, match="not inside shape"):
+        Region.box(shape, offsets, sizes)
+
+
+def test_malformed_regions_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a region"):
+        Region(0, (2, 3), (1,))
+    with pytest.raises(ValueError, match="not a region"):
+        Region(0, (-2,), (1,))
+
+
+def test_view_starts_where_its_tensor_does_and_stays_inside() -> None:
+    storage = torch.arange(100)
+    flat = storage[10:34]
+    assert Region.box((4, 6), (1, 2), (3, 2)).view(flat).tolist() == [[18, 19], [24, 25], [30, 31]]
+    assert Region(5, (), ()).view(flat).item() == 15
+    assert Region(999, (0, 3), (3, 1)).view(flat).shape == (0, 3)
+    Region.span(0, 2).view(flat).fill_(-1)
+    assert storage[9:13].tolist() == [9, -1, -1, 12]
+    with pytest.raises(ValueError, match="24 elements"):
+        Region.span(20, 5).view(flat)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1), (5,)])
+def test_small_tensors_cover_themselves(shape: tuple[int, ...]) -> None:
+    whole = Region.whole(shape)
+    assert whole.numel == math.prod(shape)
+    assert union_covers([whole], shape)
+    assert union_covers([], shape) == (whole.numel == 0)
+    assert joined(whole.intersect(whole)) == list(range(whole.numel))
