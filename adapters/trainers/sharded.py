@@ -1,0 +1,259 @@
+"""The part of a producer that does not care how a module was sharded: ranks hold regions, buckets are put together."""
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from wsync.adapters.trainers.exchange import Exchange, Layout, Piece, compile_exchange
+from wsync.adapters.trainers.names import Source, held_tensors, sources
+from wsync.deadline import Deadline
+from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError, first_five
+from wsync.gather import GatherPlan, aligned
+from wsync.group import Group
+from wsync.plan import Bucket, Owner, Plan, TensorSpec
+from wsync.regions import Region
+from wsync.strided import memory_view
+
+
+class ShardedProducer:
+    """A `wsync.Producer` over a module of which this rank holds regions. Subclasses say which.
+
+    Between syncs it holds the module weakly and no parameter at all.
+
+    Args:
+        module: what is trained.
+        timeout_s: longest wait for the other ranks in one exchange of a bucket, in seconds.
+    """
+
+    def __init__(self, module: nn.Module, *, timeout_s: float = 120.0) -> None:
+        self._module = weakref.ref(module)
+        self._kind = type(module).__name__
+        self._timeout_s = timeout_s
+        self._layouts: dict[str, Layout] = {}
+        self._sources: list[Source] = []
+        self._pieces: dict[tuple[str, Region], Piece] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._plan: Plan | None = None
+        self._group: Group | None = None
+        self._exchanges: tuple[Exchange, ...] = ()
+        self._boxes: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._staged: int | None = None
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of the buffers that this rank keeps from one sync to the next."""
+        return 0 if self._boxes is None else sum(box.numel() for box in self._boxes)
+
+    def metadata(self) -> Sequence[TensorSpec]:
+        """See `wsync.Producer`."""
+        tensors = self._look_up()
+        module = self._alive()
+        held = held_tensors(module)
+        self._sources = sources(module, held)
+        parents = {source.parent for source in self._sources}
+        self._layouts = {name: layout for name, (_, layout) in tensors.items() if name in parents}
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self._pieces = {}
+        specs = []
+        for source in self._sources:
+            layout = self._layouts[source.parent]
+            regions = self._add_pieces(source, layout)
+            specs.append(
+                TensorSpec(
+                    name=source.name,
+                    shape=source.shape,
+                    dtype=layout.dtype,
+                    owners=tuple(Owner(rank=rank, region=region) for region in regions),
+                    optional=source.optional,
+                )
+            )
+        return specs
+
+    def prepare(self, plan: Plan, senders: Sequence[int], group: Group) -> None:
+        """See `wsync.Producer`."""
+        gathers = GatherPlan(plan, senders, group.rank, group.world_size).buckets
+        self._plan, self._group = plan, group
+        self._exchanges = tuple(compile_exchange(gather, self._pieces, self._layouts) for gather in gathers)
+        self._boxes = None
+
+    def open(self) -> None:
+        """See `wsync.Producer`. Raises `ClosedError` if the module is gone."""
+        tensors = self._look_up()
+        changed = [
+            f"{name} (was {layout}, is {tensors[name][1] if name in tensors else 'gone'})"
+            for name, layout in self._layouts.items()
+            if name not in tensors or tensors[name][1] != layout
+        ]
+        if changed:
+            raise MismatchError(
+                f"{len(changed)} tensors of {self._kind} are no longer what they were at connect: "
+                f"{first_five(changed)}; connect again"
+            )
+        self._tensors = {name: tensors[name][0] for name in self._layouts}
+        self._staged = None
+
+    def references(self, bucket: Bucket) -> Sequence[torch.Tensor] | None:
+        """See `wsync.Producer`."""
+        plan, group = self._prepared()
+        found = []
+        for meta in bucket.tensors:
+            whole = {owner.rank for owner in plan.spec(meta.name).owners if owner.region.numel == meta.elements.numel}
+            here = self._in_place(meta.name, meta.shape) if meta.is_whole else None
+            if here is None or len(whole) < group.world_size:
+                return None
+            found.append(here)
+        return found
+
+    @torch.no_grad()
+    def stage(self, bucket: Bucket) -> None:
+        """See `wsync.Producer`."""
+        exchange = self._exchanges[bucket.index]
+        exchange.stage(self._tensors, self._buffers()[0])
+        self._staged = bucket.index
+
+    @torch.no_grad()
+    def fill(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
+        """See `wsync.Producer`. Raises `ProtocolError` if another bucket was staged last, and as `Group.transfer`."""
+        if self._staged != bucket.index:
+            raise ProtocolError(f"bucket {bucket.index} is to be filled, but bucket {self._staged} was staged last")
+        self._staged = None
+        _, group = self._prepared()
+        deadline = Deadline.after(self._timeout_s)
+        self._exchanges[bucket.index].fill(self._tensors, self._buffers(), slot, group, deadline)
+
+    @torch.no_grad()
+    def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `wsync.Producer`. A tensor that lies whole in this process is the trainer's own memory: do not write."""
+        plan, group = self._prepared()
+        everyone = range(group.world_size)
+        for spec in plan.specs:
+            dtype = self._dtype(spec.name)
+            single = Plan.pack([replace(spec, dtype=dtype)], max(4096, 256 + spec.numel * dtype.itemsize))
+            [bucket] = single.buckets
+            references = self.references(bucket)
+            if references is not None:
+                yield spec.name, references[0]
+                continue
+            [gather] = GatherPlan(single, everyone, group.rank, group.world_size).buckets
+            exchange = compile_exchange(gather, self._pieces, self._layouts)
+            boxes = self._allocate(exchange.outbox_nbytes), self._allocate(exchange.inbox_nbytes)
+            slot = self._allocate(bucket.nbytes)
+            exchange.stage(self._tensors, boxes[0])
+            exchange.fill(self._tensors, boxes, slot, group, Deadline.after(self._timeout_s))
+            yield spec.name, bucket.tensors[0].view(slot)
+
+    def close(self) -> None:
+        """See `wsync.Producer`."""
+        self._tensors = {}
+        self._staged = None
+
+    def _settle(self, module: nn.Module) -> None:
+        """Bring `module` into the state in which its parameters are the sharded ones. Local."""
+
+    def _local(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Region]:
+        """The elements of `tensor` that are in this process, and their region. Raises `UnsupportedError`."""
+        return tensor, Region.whole(tensor.shape)
+
+    def _alive(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ClosedError(f"the {self._kind} that this session exports has been garbage collected")
+        return module
+
+    def _look_up(self) -> dict[str, tuple[torch.Tensor, Layout]]:
+        """Local memory and layout of every parameter and buffer, as they are now."""
+        module = self._alive()
+        self._settle(module)
+        found = {}
+        with torch.no_grad():
+            for name, held in held_tensors(module).items():
+                _check_exportable(name, held.tensor)
+                local, region = self._local(name, held.tensor)
+                layout = Layout(
+                    shape=tuple(held.tensor.shape),
+                    dtype=held.tensor.dtype,
+                    region=region,
+                    memory=Region(0, tuple(local.shape), local.stride()),
+                )
+                found[name] = (local.detach(), layout)
+        return found
+
+    def _add_pieces(self, source: Source, layout: Layout) -> Iterable[Region]:
+        """Regions of the engine-side tensor that are here, each entered as a piece."""
+        here = layout.region
+        if not here.numel or not source.region.numel:
+            return ()
+        if here.numel == Region.whole(layout.shape).numel:
+            pairs = [(Region.whole(source.shape), source.region)]
+        else:
+            try:
+                shared = source.region.intersect(here)
+            except ValueError as error:
+                raise UnsupportedError(
+                    f"{source.name} is a transposed part of {source.parent}, which is sharded; that cannot be exported"
+                ) from error
+            pairs = aligned(
+                (ordinals for region in shared for ordinals in source.region.locate(region)),
+                (ordinals for region in shared for ordinals in here.locate(region)),
+            )
+        regions = [region.coalesce() for region, _ in pairs]
+        for region, (_, local) in zip(regions, pairs, strict=True):
+            self._pieces[source.name, region] = Piece(parent=source.parent, local=local)
+        return regions
+
+    def _in_place(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The whole engine-side tensor as it lies contiguous in a parameter, or None."""
+        region = Region.whole(shape)
+        if not region.numel:
+            return torch.empty(shape, dtype=self._dtype(name))
+        piece = self._pieces.get((name, region.coalesce()))
+        if piece is None:
+            return None
+        memory = self._layouts[piece.parent].memory.select(piece.local)
+        if len(memory) != 1 or memory[0].run_length != region.numel:
+            return None
+        return memory_view(self._tensors[piece.parent], region.translate(memory[0].offset))
+
+    def _dtype(self, name: str) -> torch.dtype:
+        parent = next(source.parent for source in self._sources if source.name == name)
+        return self._layouts[parent].dtype
+
+    def _prepared(self) -> tuple[Plan, Group]:
+        if self._plan is None or self._group is None:
+            raise ProtocolError("this producer was not prepared: no plan was given to it")
+        return self._plan, self._group
+
+    def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outbox and inbox, as large as the largest bucket needs, kept over syncs."""
+        if self._boxes is None:
+            self._boxes = (
+                self._allocate(max((exchange.outbox_nbytes for exchange in self._exchanges), default=0)),
+                self._allocate(max((exchange.inbox_nbytes for exchange in self._exchanges), default=0)),
+            )
+        return self._boxes
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _check_exportable(name: str, tensor: torch.Tensor) -> None:
+    """Raise `UnsupportedError` for tensors without plain memory of their own."""
+    reason = None
+    if is_lazy(tensor):
+        reason = "is not initialised yet; run a forward first"
+    elif tensor.layout != torch.strided:
+        reason = f"has layout {tensor.layout}; only strided tensors can be exported"
+    elif tensor.device.type == "meta":
+        reason = "is on the meta device and has no bytes; materialise it first"
+    elif is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
+        reason = f"is a {type(tensor).__name__}, whose bytes lie in other tensors; export those instead"
+    if reason:
+        raise UnsupportedError(f"{name} {reason}")

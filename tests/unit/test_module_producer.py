@@ -1,0 +1,172 @@
+"""A plain module through a producer: hard tensors bit for bit, in place where they lie whole, nothing kept alive."""
+
+import gc
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import nn
+
+from wsync.adapters.trainers.module import ModuleProducer
+from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError
+from wsync.group import Group
+from wsync.plan import Plan, TensorSpec
+
+
+class Awkward(nn.Module):
+    """Tensors of every shape, stride and dtype that a module may hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bits = torch.Generator().manual_seed(1)
+        self.scalar = nn.Parameter(torch.randn((), generator=bits))
+        self.transposed = nn.Parameter(torch.randn(5, 7, generator=bits).t())
+        self.strided = nn.Parameter(torch.randn(6, 10, generator=bits)[::2, 1::3])
+        self.channels_last = nn.Parameter(torch.randn(2, 3, 4, 5, generator=bits).to(memory_format=torch.channels_last))
+        self.large = nn.Parameter(torch.randn(37, 41, generator=bits))
+        self.register_buffer("expanded", torch.randn(3, 1, generator=bits).expand(3, 5))
+        self.register_buffer("empty", torch.empty(4, 0))
+        self.register_buffer("fp8", torch.randn(9, generator=bits).to(torch.float8_e4m3fn))
+        self.register_buffer("fp16", torch.randn(9, generator=bits).to(torch.float16))
+        self.register_buffer("bf16", torch.randn(3, 3, generator=bits).to(torch.bfloat16))
+        self.register_buffer("flags", torch.randn(7, generator=bits) > 0)
+        self.register_buffer("bytes", torch.randint(-128, 127, (11,), generator=bits, dtype=torch.int8))
+        self.register_buffer("complex", torch.randn(3, 4, generator=bits, dtype=torch.complex64).t())
+        self.register_buffer("conjugate", torch.randn(3, generator=bits, dtype=torch.complex128).conj())
+        self.register_buffer("tables", torch.randn(8, generator=bits), persistent=False)
+
+
+def prepared(module: nn.Module, limit: int, dtype: torch.dtype | None = None) -> tuple[ModuleProducer, Plan]:
+    producer = ModuleProducer(module)
+    specs: Sequence[TensorSpec] = producer.metadata()
+    if dtype is not None:
+        specs = [TensorSpec(name=s.name, shape=s.shape, dtype=dtype, owners=s.owners) for s in specs]
+    plan = Plan.pack(specs, limit)
+    producer.prepare(plan, [0], Group(0, 1, None, 5.0))
+    return producer, plan
+
+
+def filled(producer: ModuleProducer, plan: Plan) -> dict[str, torch.Tensor]:
+    """Every tensor as the buckets bring it, put together from its chunks."""
+    flat = {spec.name: torch.empty(spec.nbytes, dtype=torch.uint8) for spec in plan.specs}
+    for bucket in plan.buckets:
+        slot = torch.randint(0, 255, (bucket.nbytes,), dtype=torch.uint8)
+        producer.stage(bucket)
+        producer.fill(bucket, slot)
+        for meta in bucket.tensors:
+            chunk = slot[meta.offset :][: meta.chunk_nbytes]
+            flat[meta.name][meta.chunk_offset :][: meta.chunk_nbytes] = chunk
+    return {spec.name: flat[spec.name].view(spec.dtype).view(spec.shape) for spec in plan.specs}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+
+
+@pytest.mark.parametrize("limit", [256, 1024, 1 << 20])
+def test_every_kind_of_tensor_comes_bit_for_bit(limit: int) -> None:
+    module = Awkward()
+    producer, plan = prepared(module, limit)
+    producer.open()
+    result = filled(producer, plan)
+    live = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    assert set(result) == set(live)
+    assert [name for name in live if not same_bits(result[name], live[name])] == []
+
+
+def test_the_cast_is_that_of_torch() -> None:
+    module = nn.Linear(33, 17)
+    producer, plan = prepared(module, 512, torch.bfloat16)
+    producer.open()
+    result = filled(producer, plan)
+    assert same_bits(result["weight"], module.weight.to(torch.bfloat16))
+
+
+def test_non_persistent_buffers_are_optional() -> None:
+    module = Awkward()
+    specs = {spec.name: spec for spec in ModuleProducer(module).metadata()}
+    assert [name for name, spec in specs.items() if spec.optional] == ["tables"]
+
+
+def test_contiguous_tensors_are_referenced_and_others_are_not() -> None:
+    module = Awkward()
+    producer, plan = prepared(module, 256)
+    producer.open()
+    for bucket in plan.buckets:
+        names = {meta.name for meta in bucket.tensors}
+        references = producer.references(bucket)
+        if references is None:
+            assert names & {"transposed", "strided", "channels_last", "expanded", "complex", "large"}
+            continue
+        for meta, reference in zip(bucket.tensors, references, strict=True):
+            live = module.get_parameter(meta.name) if hasattr(module, meta.name) and meta.name in {"scalar"} else None
+            assert same_bits(reference, getattr(module, meta.name))
+            assert not reference.requires_grad
+            assert live is None or reference.data_ptr() == live.data_ptr()
+
+
+def test_named_tensors_are_whole_and_in_the_trainers_dtype() -> None:
+    module = Awkward()
+    producer, _ = prepared(module, 4096, torch.bfloat16)
+    producer.open()
+    result = dict(producer.named_tensors())
+    assert [name for name, tensor in result.items() if not same_bits(tensor, getattr(module, name))] == []
+    assert len(result) == 15
+
+
+def test_an_optimizer_step_and_replaced_data_are_seen_at_the_next_open() -> None:
+    module = nn.Linear(4, 4)
+    producer, plan = prepared(module, 4096)
+    for _ in range(3):
+        producer.open()
+        assert same_bits(filled(producer, plan)["weight"], module.weight)
+        producer.close()
+        module.weight.data = torch.randn(4, 4)
+
+
+def test_a_changed_shape_is_named() -> None:
+    module = nn.Linear(4, 4)
+    producer, _ = prepared(module, 4096)
+    module.weight = nn.Parameter(torch.randn(4, 5))
+    with pytest.raises(MismatchError, match=r"1 tensors of Linear .*weight .*\(4, 4\).*\(4, 5\)"):
+        producer.open()
+
+
+def test_nothing_keeps_the_module_alive_between_syncs() -> None:
+    module = nn.Linear(4, 4)
+    producer, plan = prepared(module, 4096)
+    producer.open()
+    filled(producer, plan)
+    producer.close()
+    gone, weight_gone = weakref.ref(module), weakref.ref(module.weight)
+    del module
+    gc.collect()
+    assert gone() is None
+    assert weight_gone() is None
+    with pytest.raises(ClosedError, match="the Linear that this session exports has been garbage collected"):
+        producer.open()
+
+
+def test_a_bucket_must_be_staged_before_it_is_filled() -> None:
+    module = nn.Linear(8, 8)
+    producer, plan = prepared(module, 256)
+    producer.open()
+    producer.stage(plan.buckets[0])
+    with pytest.raises(ProtocolError, match="bucket 1 is to be filled, but bucket 0 was staged last"):
+        producer.fill(plan.buckets[1], torch.empty(256, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (nn.LazyLinear(3), "weight is not initialised yet"),
+        (nn.Linear(3, 3, device="meta"), "weight is on the meta device"),
+    ],
+)
+def test_what_has_no_bytes_is_refused_by_name(module: nn.Module, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        ModuleProducer(module).metadata()
