@@ -1,0 +1,250 @@
+"""Threads of one process: slots are plain tensors, and tensors can be handed over where they lie.
+
+    sender --(sequence, bucket, tensors)--> channel --> every receiver
+           <------- released counts -------
+
+One condition variable per channel; whoever leaves wakes everyone else.
+"""
+
+import hmac
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from wsync.deadline import Deadline
+from wsync.errors import ClosedError, PeerError, ProtocolError, TransportError
+from wsync.plan import Bucket, Plan
+from wsync.protocols import Ticket
+from wsync.topology import Topology
+from wsync.transports.ring import Ring, check_order, failed, failure_of
+
+_channels: "weakref.WeakValueDictionary[str, _Channel]" = weakref.WeakValueDictionary()
+
+
+class _Channel:
+    """What both ends share. `changed` guards every other attribute."""
+
+    def __init__(self, ticket: Ticket, ring: Ring, slot_bytes: int) -> None:
+        self.changed = threading.Condition()
+        self.ticket, self.ring, self.slot_bytes = ticket, ring, slot_bytes
+        self.items: dict[int, tuple[int, tuple[torch.Tensor, ...] | torch.Tensor]] = {}
+        self.connected: set[int] = set()
+        self.left: set[int] = set()
+        self.failure: tuple[int, str, str] | None = None
+        self.sender_closed = False
+
+    def wait(self, done: Callable[[], bool], deadline: Deadline, waiting_for: Callable[[], str]) -> None:
+        """Wait until `done()`, which may raise. Call with `changed` held."""
+        while not done():
+            self.changed.wait(deadline.remaining(waiting_for()))
+
+    def release(self, receiver: int) -> None:
+        """Receiver `receiver` is done with its present item. What all are done with is dropped."""
+        with self.changed:
+            if self.sender_closed:
+                raise PeerError("the sender closed while a bucket was being read")
+            self.ring.release(receiver, self.ring.released[receiver])
+            kept = min(self.ring.released)
+            for sequence in [number for number in self.items if number < kept]:
+                del self.items[sequence]
+            self.changed.notify_all()
+
+    def leave(self, receiver: int) -> None:
+        """Receiver `receiver` closed."""
+        with self.changed:
+            self.left.add(receiver)
+            self.changed.notify_all()
+
+    def end(self, slots: list[torch.Tensor]) -> None:
+        """The sender closed. Receivers read nothing more: its tensors may change from now on."""
+        _channels.pop(self.ticket.address, None)
+        with self.changed:
+            self.sender_closed = True
+            self.items.clear()
+            slots.clear()
+            self.changed.notify_all()
+
+
+class InprocSender:
+    """Meets `wsync.Sender`. Its methods may be called from any one thread at a time, `close` from any."""
+
+    by_reference = True
+
+    def __init__(self, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> None:
+        try:
+            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
+        except RuntimeError as error:
+            raise TransportError(f"cannot allocate {num_slots} slots of {slot_bytes} bytes: {error}") from error
+        ticket = Ticket(
+            transport="inproc",
+            address=secrets.token_hex(16),
+            secret=secrets.token_bytes(32),
+            generation=generation,
+        )
+        self._channel = _Channel(ticket, Ring(slot_bytes, num_slots, receivers), slot_bytes)
+        self._receivers = receivers
+        self._close = weakref.finalize(self, self._channel.end, self._slots)
+        _channels[ticket.address] = self._channel
+
+    def ticket(self) -> Ticket:
+        """See `wsync.Sender`."""
+        return self._channel.ticket
+
+    def accept(self, deadline: Deadline) -> None:
+        """See `wsync.Sender`."""
+        channel = self._channel
+
+        def absent() -> list[int]:
+            return sorted(set(range(self._receivers)) - channel.connected)
+
+        def done() -> bool:
+            self._check(alive=range(self._receivers))
+            return not absent()
+
+        with channel.changed:
+            channel.wait(done, deadline, lambda: f"receiver(s) {absent()} to connect")
+
+    def acquire(self, deadline: Deadline) -> torch.Tensor:
+        """See `wsync.Sender`."""
+        with self._channel.changed:
+            slot, count = self._channel.ring.acquire()
+            self._wait(count, range(self._receivers), deadline)
+            self._channel.ring.acquired()
+            return self._slots[slot]
+
+    def commit(self, bucket: Bucket) -> None:
+        """See `wsync.Sender`."""
+        with self._channel.changed:
+            self._check(alive=range(self._receivers))
+            slot, _ = self._channel.ring.acquire()
+            self._publish(self._channel.ring.commit(bucket), bucket, self._slots[slot])
+
+    def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
+        """See `wsync.Sender`. Takes no slot and never waits."""
+        if len(tensors) != len(bucket.tensors):
+            raise ProtocolError(
+                f"bucket {bucket.index} has {len(bucket.tensors)} tensors; {len(tensors)} were handed over"
+            )
+        with self._channel.changed:
+            self._check(alive=range(self._receivers))
+            self._publish(self._channel.ring.hand_over(), bucket, tuple(tensors))
+
+    def drain(self, deadline: Deadline) -> None:
+        """See `wsync.Sender`."""
+        with self._channel.changed:
+            self._wait(self._channel.ring.published, (), deadline)
+
+    def close(self) -> None:
+        """See `wsync.Sender`."""
+        self._close()
+
+    def _wait(self, count: int, alive: Sequence[int], deadline: Deadline) -> None:
+        ring = self._channel.ring
+
+        def done() -> bool:
+            behind = ring.behind(count)
+            self._check(alive=[*alive, *behind])
+            return not behind
+
+        self._channel.wait(done, deadline, lambda: f"receiver(s) {ring.behind(count)} to release {count} bucket(s)")
+
+    def _check(self, alive: Sequence[int]) -> None:
+        channel = self._channel
+        if channel.sender_closed:
+            raise ClosedError("this sender was closed")
+        if channel.failure is not None:
+            raise failed(*channel.failure)
+        gone = sorted(channel.left.intersection(alive))
+        if gone:
+            raise PeerError(f"receiver(s) {gone} closed")
+
+    def _publish(self, sequence: int, bucket: Bucket, payload: tuple[torch.Tensor, ...] | torch.Tensor) -> None:
+        self._channel.items[sequence] = (bucket.index, payload)
+        self._channel.changed.notify_all()
+
+
+class InprocReceiver:
+    """Meets `wsync.Receiver`. `fail` and `close` may be called from any thread, also while `buckets` waits."""
+
+    def __init__(self, channel: _Channel, index: int) -> None:
+        self._channel, self._index = channel, index
+        self._close = weakref.finalize(self, channel.leave, index)
+
+    def buckets(self, plan: Plan, deadline: Deadline) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
+        """See `wsync.Receiver`. Tensors that were handed over are the sender's own: read them only."""
+        for bucket in plan.buckets:
+            yield bucket, self._next(bucket, deadline.restart())
+            self._channel.release(self._index)
+
+    def fail(self, message: str) -> None:
+        """See `wsync.Receiver`."""
+        with self._channel.changed:
+            if self._channel.failure is None and self._index not in self._channel.left:
+                self._channel.failure = (self._index, *failure_of(message))
+                self._channel.changed.notify_all()
+
+    def close(self) -> None:
+        """See `wsync.Receiver`."""
+        self._close()
+
+    def _next(self, bucket: Bucket, deadline: Deadline) -> tuple[torch.Tensor, ...]:
+        channel = self._channel
+        with channel.changed:
+            sequence = channel.ring.released[self._index]
+
+            def done() -> bool:
+                if self._index in channel.left:
+                    raise ClosedError("this receiver was closed")
+                if channel.sender_closed:
+                    raise PeerError(f"the sender closed before bucket {bucket.index} was read")
+                return sequence in channel.items
+
+            channel.wait(done, deadline, lambda: f"the sender to commit bucket {bucket.index}")
+            index, payload = channel.items[sequence]
+            check_order(sequence, index, sequence, bucket, channel.slot_bytes)
+        return payload if isinstance(payload, tuple) else tuple(meta.view(payload) for meta in bucket.tensors)
+
+
+class InprocTransport:
+    """Between threads of one process."""
+
+    name = "inproc"
+
+    def refuse(self, topology: Topology) -> str | None:
+        """See `wsync.Transport`."""
+        here = (topology.sender.host, topology.sender.pid)
+        elsewhere = [str(worker) for worker in topology.receivers if (worker.host, worker.pid) != here]
+        return f"the trainer is {topology.sender}, a worker is {elsewhere[0]}: not one process" if elsewhere else None
+
+    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> InprocSender:
+        """See `wsync.Transport`."""
+        return InprocSender(slot_bytes, num_slots, receivers, generation)
+
+    def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> InprocReceiver:
+        """See `wsync.Transport`. Never waits."""
+        deadline.remaining(f"receiver {index} to connect")
+        channel = _channels.get(ticket.address)
+        if channel is None:
+            raise PeerError("no sender of this process has this ticket's address: it closed, or lives elsewhere")
+        with channel.changed:
+            reason = _reason_to_refuse(channel, ticket, index)
+            if reason is not None:
+                raise PeerError(f"the sender refuses receiver {index}: {reason}")
+            channel.connected.add(index)
+            channel.changed.notify_all()
+        return InprocReceiver(channel, index)
+
+
+def _reason_to_refuse(channel: _Channel, ticket: Ticket, index: int) -> str | None:
+    if not hmac.compare_digest(ticket.secret, channel.ticket.secret):
+        return "the secret is wrong"
+    if ticket.generation != channel.ticket.generation:
+        return f"the ticket is of generation {ticket.generation}, the sender of {channel.ticket.generation}"
+    if channel.sender_closed:
+        return "it is closed"
+    if not 0 <= index < len(channel.ring.released):
+        return f"it serves receivers 0 to {len(channel.ring.released) - 1}"
+    return "this receiver is connected already" if index in channel.connected else None

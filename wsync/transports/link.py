@@ -1,0 +1,110 @@
+"""A connected Unix socket to a process of the same user, for transports on one host. Linux only.
+
+A peer that dies is heard through its socket, and through a pidfd where a forked child still holds that socket open.
+"""
+
+import math
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from wsync.deadline import Deadline
+from wsync.errors import PeerError, ProtocolError
+from wsync.wire import FrameReader, send_frame
+
+MAX_BYTES = 1 << 20
+"""Longest frame on these sockets, in bytes: a failure with its traceback."""
+
+_CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
+
+
+class Link:
+    """One socket and the process behind it.
+
+    `send` and `shutdown` may be called from any thread, the rest from one at a time.
+
+    Attributes:
+        peer: who is on the other side, for messages.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        pid, _ = credentials(sock)
+        self.peer = f"{peer} (pid {pid})"
+        self._sock = sock
+        self._reader = FrameReader(sock, MAX_BYTES, peer=self.peer)
+        self._sending = threading.Lock()
+        self._pidfd = _open_pidfd(pid)
+        self._pid_here = os.getpid()
+
+    def filenos(self) -> list[int]:
+        """Descriptors that become readable when there is something to `receive`."""
+        return [self._sock.fileno()] + ([] if self._pidfd is None else [self._pidfd])
+
+    def send(self, message: object, deadline: Deadline, fds: Sequence[int] = ()) -> None:
+        """Send one frame. Raises `PeerError`, `SyncTimeout`."""
+        with self._sending:
+            send_frame(self._sock, message, deadline, fds, peer=self.peer)
+
+    def receive(self) -> tuple[object, ...] | None:
+        """The next frame, None if none is here. Raises `PeerError` once the peer is gone and all it sent was read."""
+        dead = self._pidfd is not None and ready([self._pidfd], 0)
+        frame = self._reader.step()
+        if frame is None:
+            if dead:
+                raise PeerError(f"{self.peer} died")
+            return None
+        if not isinstance(frame[0], tuple) or not frame[0]:
+            raise ProtocolError(f"{self.peer} sent a {type(frame[0]).__name__} where a tuple was expected")
+        return frame[0]
+
+    def shutdown(self) -> None:
+        """End the conversation both ways; wakes whoever waits on the socket."""
+        shutdown(self._sock, self._pid_here)
+
+    def close(self) -> None:
+        """Release the descriptors."""
+        self._reader.close()
+        self._sock.close()
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+
+
+def credentials(sock: socket.socket) -> tuple[int, int]:
+    """Process and user id of the other end, from the kernel. The process id is 0 if it cannot be seen from here."""
+    data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(data)
+    return pid, uid
+
+
+def shutdown(sock: socket.socket, pid: int) -> None:
+    """End both directions of `sock` unless this is a forked child of process `pid`, whose socket it is."""
+    if os.getpid() == pid:
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+
+def ready(filenos: Iterable[int], timeout_s: float) -> bool:
+    """Whether any of `filenos` becomes readable (or its peer leaves) within `timeout_s` seconds."""
+    poller = select.poll()
+    for fileno in filenos:
+        poller.register(fileno, select.POLLIN)
+    return bool(poller.poll(min(math.ceil(timeout_s * 1000), 1 << 30)))
+
+
+def wait_any(filenos: Iterable[int], deadline: Deadline, waiting_for: str) -> None:
+    """Wait until any of `filenos` is readable. Raises `SyncTimeout` saying `waiting_for`."""
+    filenos = list(filenos)
+    while not ready(filenos, deadline.remaining(waiting_for)):
+        pass
+
+
+def _open_pidfd(pid: int) -> int | None:
+    try:
+        return os.pidfd_open(pid) if pid > 0 else None
+    except OSError:  # not visible from this namespace, or gone: the socket tells
+        return None
