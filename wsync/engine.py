@@ -193,10 +193,10 @@ class WorkerEngine(ABC):
         if self._asleep:
             raise EngineStateError(f"{self.name} is half awake; wake_up {sorted(self._asleep)} before the next sleep")
         self.last_version()  # a worker without weights may be unable to tell
-        self.on_sleep(level)
         self._asleep = set(SLEEP_TAGS)
+        self.guard(self._reason_not_to_serve())  # before the memory goes
         self._void = self._void or level == 2
-        self.guard(self._reason_not_to_serve())
+        self.on_sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back by tag, `weights` before `kv_cache`. After level 2 only a full sync makes it serve."""

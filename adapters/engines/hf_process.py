@@ -1,0 +1,203 @@
+"""A worker process of ours that has a model to itself, and this process's end of the one socket that controls it.
+
+    request  {"id": n, "op": name, "args": {...}}          id None: no answer is wanted
+    answer   {"id": n, "ok": value} | {"id": n, "error": {"type", "message", "traceback"}}
+
+Answers come in any order, so that a generation can run while it is told to stop. The socket is unnamed and inherited:
+nobody else can connect, and the end of either process is the end of file of the other.
+"""
+
+import itertools
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from wsync import wire
+from wsync.deadline import Deadline
+from wsync.errors import ClosedError, PeerError, SyncTimeout, WsyncError
+
+FOREVER_S = 1e9
+"""For waits that only the peer's death ends."""
+
+_EXIT_TIMEOUT_S = 10.0
+
+
+class WorkerProcess:
+    """Starts `hf_worker` and answers like a `LocalModel`. The process ends with this object, at the latest."""
+
+    def __init__(self, folder: Path, *, dtype: torch.dtype | None, device: str, timeout_s: float) -> None:
+        """Returns when the model is loaded. Raises `PeerError` or `SyncTimeout`; then the process is gone."""
+        self._timeout_s = timeout_s
+        self._channel = _Channel()
+        weakref.finalize(self, self._channel.end)
+        try:
+            self._ask("load", {"folder": str(folder), "dtype": dtype, "device": device})
+        except BaseException:
+            self.shutdown()
+            raise
+
+    @property
+    def pid(self) -> int:
+        """Process id of the worker."""
+        return self._channel.process.pid
+
+    def handle(self, method: str, payload: bytes, timeout_s: float | None) -> bytes:
+        """`Worker.handle` over there; `timeout_s` None: as long as it takes."""
+        return cast("bytes", self._channel.ask("handle", {"method": method, "payload": payload}, timeout_s))
+
+    def generate(
+        self, rows: Sequence[Sequence[int]], max_new_tokens: int, options: Mapping[str, Any], ended: Callable[[], None]
+    ) -> list[list[int]]:
+        """As `LocalModel.generate`. After `SyncTimeout` it still runs over there, and `ended` comes later."""
+        args = {"rows": rows, "max_new_tokens": max_new_tokens, "options": options}
+        answer = cast("Sequence[Sequence[int]]", self._channel.ask("generate", args, self._timeout_s, ended))
+        return [list(row) for row in answer]
+
+    def stop(self, stopping: bool) -> None:
+        """As `LocalModel.stop`; a request that was sent before is covered."""
+        self._channel.tell("stop", {"stopping": stopping}, self._timeout_s)
+
+    def guard(self, reason: str | None) -> None:
+        """Nothing: the model is reached through its engine only, which refuses by itself."""
+
+    def sleep(self, level: int) -> None:
+        """As `LocalModel.sleep`."""
+        self._ask("sleep", {"level": level})
+
+    def wake_up(self) -> None:
+        """As `LocalModel.wake_up`."""
+        self._ask("wake_up", {})
+
+    def shutdown(self) -> None:
+        """End the process, whatever it is doing, and wait until it is gone."""
+        self._channel.end()
+
+    def _ask(self, op: str, args: Mapping[str, object]) -> object:
+        return self._channel.ask(op, args, self._timeout_s)
+
+
+class _Channel:
+    """Process, socket, and requests that wait for their answers."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "wsync.adapters.engines.hf_worker", str(theirs.fileno())]
+        with theirs:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
+        self._name = f"the hf worker process {self.process.pid}"
+        self._numbers = itertools.count()
+        self._sending = threading.Lock()
+        self._state = threading.Lock()
+        self._waiting: dict[int, Future[object]] = {}
+        self._over: Callable[[], WsyncError] | None = None
+        threading.Thread(target=self._receive, name=f"wsync {self._name}", daemon=True).start()
+
+    def ask(
+        self,
+        op: str,
+        args: Mapping[str, object],
+        timeout_s: float | None,
+        ended: Callable[[], None] | None = None,
+    ) -> object:
+        """Send a request and wait for its answer. `ended` is called once no answer can come any more.
+
+        Raises `PeerError` with the remote traceback or the exit code, `SyncTimeout`, `ClosedError`.
+        """
+        deadline = Deadline.after(FOREVER_S if timeout_s is None else timeout_s)
+        number, future = next(self._numbers), Future[object]()
+        if ended is not None:
+            future.add_done_callback(lambda _: ended())
+        try:
+            self._expect(number, future)
+            self._send({"id": number, "op": op, "args": args}, deadline)
+        except PeerError:
+            pass  # the receiving thread finds out how it ended
+        except BaseException:
+            with self._state:
+                self._waiting.pop(number, None)
+            future.cancel()
+            raise
+        waiting_for = f"{self._name} to answer {op!r}"
+        try:
+            return future.result(timeout=deadline.remaining(waiting_for))
+        except FutureTimeout:
+            if future.done():
+                raise  # the answer itself
+            raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {waiting_for}") from None
+
+    def tell(self, op: str, args: Mapping[str, object], timeout_s: float) -> None:
+        """Send a request without an answer. A worker that is gone needs no telling."""
+        with suppress(PeerError, ClosedError):
+            self._send({"id": None, "op": op, "args": args}, Deadline.after(timeout_s))
+
+    def end(self) -> None:
+        """Kill the process and wait until it is gone. May be called twice."""
+        with self._state:
+            if self._over is None:
+                self._over = lambda: ClosedError(f"{self._name} was shut down")
+        self.process.kill()
+        self.process.wait()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _expect(self, number: int, future: "Future[object]") -> None:
+        with self._state:
+            if self._over is not None:
+                raise self._over()
+            self._waiting[number] = future
+
+    def _send(self, message: object, deadline: Deadline) -> None:
+        with self._sending:
+            try:
+                wire.send_frame(self._socket, message, deadline, peer=self._name)
+            except SyncTimeout:
+                self.process.kill()  # half a frame is out: nothing can follow it
+                raise
+
+    def _receive(self) -> None:
+        """Hand out answers until there are no more. Runs on a thread of its own."""
+        try:
+            while True:
+                answer, _ = wire.recv_frame(self._socket, Deadline.after(FOREVER_S), peer=self._name)
+                self._settle(cast("Mapping[str, Any]", answer))
+        except Exception as error:
+            self._lose(error)
+        finally:
+            self._socket.close()
+
+    def _settle(self, answer: Mapping[str, Any]) -> None:
+        with self._state:
+            future = self._waiting.pop(answer["id"])
+        if "error" not in answer:
+            future.set_result(answer["ok"])
+            return
+        error = answer["error"]
+        message = f"{self._name} failed: {error['type']}: {error['message']}"
+        future.set_exception(PeerError(message, error["traceback"]))
+
+    def _lose(self, error: Exception) -> None:
+        try:
+            code = self.process.wait(_EXIT_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        reason = "" if isinstance(error, PeerError) else f" ({error})"
+        with self._state:
+            if self._over is None:
+                self._over = lambda: PeerError(f"{self._name} {how}{reason}; launch the engine again")
+            over, futures = self._over, list(self._waiting.values())
+            self._waiting.clear()
+        for future in futures:
+            future.set_exception(over())

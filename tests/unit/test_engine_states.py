@@ -1,0 +1,396 @@
+"""The rules of `WorkerEngine` about order and state, with workers that only answer what they are told to."""
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from wsync import wire
+from wsync.config import PauseMode
+from wsync.deadline import Deadline
+from wsync.engine import WorkerEngine
+from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout
+
+ERROR = {"type": "ValueError", "message": "no room", "traceback": "Traceback: line 7"}
+
+
+class FakeEngine(WorkerEngine):
+    """Two workers. `answers[method]` are their replies, or an exception that the call raises."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.hooks: list[str] = []
+        self.reason: str | None = None
+        self.hold = threading.Event()
+        self.hold.set()
+        self.answers: dict[str, Any] = {
+            "hello": [{"version": 0, "endpoint": None}] * 2,
+            "update": [{"digests": {"a": 1}}, {"digests": {"a": 2}}],
+            "publish": [{}, {}],
+            "abort": [{"state": "serving", "version": 0}] * 2,
+            "describe": [{"manifest": "m0"}, {"manifest": "m1"}],
+            "detach": [{}, {}],
+        }
+
+    def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
+        self.calls.append(method)
+        if method == "update":
+            assert self.hold.wait(30)
+        answer = self.answers[method]
+        if isinstance(answer, Exception):
+            raise answer
+        return [wire.pack(reply if isinstance(reply, bytes) or "error" in reply else {"ok": reply}) for reply in answer]
+
+    def guard(self, reason: str | None) -> None:
+        self.reason = reason
+
+    def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        self.hooks.append(f"pause {mode}")
+
+    def on_resume(self) -> None:
+        self.hooks.append("resume")
+
+    def on_reset_cache(self) -> None:
+        self.hooks.append("reset")
+
+    def on_sleep(self, level: int) -> None:
+        assert self.reason is not None, "memory goes away under an engine that still serves"
+        self.hooks.append(f"sleep {level}")
+
+    def on_wake_up(self, tags: Sequence[str]) -> None:
+        self.hooks.append(f"wake {'+'.join(tags)}")
+
+    def sync(self, version: int) -> None:
+        attempt = f"attempt {version}"
+        self.begin(version, attempt, soon(), digest=True)
+        self.join(soon())
+        self.finish(version, attempt, soon())
+
+
+def soon(seconds: float = 20.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+def test_a_sync_publishes_once_after_every_worker_has_loaded(engine: FakeEngine) -> None:
+    assert engine.version() == 0
+    engine.begin(1, "a", soon(), digest=True)
+    assert engine.reason is not None
+    assert "version 1" in engine.reason
+    assert engine.join(soon()) == [{"a": 1}, {"a": 2}]
+    assert engine.version() == 0, "not before it is published"
+    engine.finish(1, "a", soon())
+    assert (engine.version(), engine.reason) == (1, None)
+    assert engine.calls == ["hello", "update", "publish"]
+    assert engine.hooks == ["reset"]
+
+
+@pytest.mark.parametrize("version", [0, -1])
+def test_versions_only_grow(engine: FakeEngine, version: int) -> None:
+    with pytest.raises(EngineStateError, match="not newer"):
+        engine.begin(version, "a", soon(), digest=False)
+    assert (engine.calls, engine.reason) == (["hello"], None)
+
+
+def test_workers_of_different_versions_are_refused(engine: FakeEngine) -> None:
+    engine.answers["hello"] = [{"version": 1}, {"version": 2}]
+    with pytest.raises(EngineStateError, match=r"different versions \[1, 2\]"):
+        engine.begin(3, "a", soon(), digest=False)
+
+
+# Order: errors come before any call.
+
+
+def test_no_update_while_asleep(engine: FakeEngine) -> None:
+    engine.version()
+    engine.sleep(2)
+    for forbidden in (
+        lambda: engine.begin(1, "a", soon(), digest=False),
+        lambda: engine.describe([], soon()),
+        lambda: engine.pause("wait", soon()),
+    ):
+        with pytest.raises(EngineStateError, match=r"asleep.*wake_up\(\['weights'\]\)"):
+            forbidden()
+    assert engine.calls == ["hello"]
+    assert engine.hooks == ["sleep 2"]
+
+
+def test_weights_wake_before_kv_cache(engine: FakeEngine) -> None:
+    engine.sleep(1)
+    with pytest.raises(EngineStateError, match="'weights' before 'kv_cache'"):
+        engine.wake_up(["kv_cache"])
+    with pytest.raises(EngineStateError, match="unknown sleep tags"):
+        engine.wake_up(["cuda_graph"])
+    engine.wake_up(["weights"])
+    assert engine.reason is not None, "the cache is still asleep"
+    engine.wake_up(["kv_cache"])
+    engine.wake_up()
+    assert engine.hooks == ["sleep 1", "wake weights", "wake kv_cache"]
+    assert engine.reason is None
+
+
+def test_waking_all_at_once_goes_in_order(engine: FakeEngine) -> None:
+    engine.sleep(1)
+    engine.wake_up()
+    assert engine.hooks == ["sleep 1", "wake weights+kv_cache"]
+
+
+def test_sleep_is_idempotent_but_never_half_done(engine: FakeEngine) -> None:
+    with pytest.raises(EngineStateError, match="sleep level 3"):
+        engine.sleep(3)
+    engine.sleep(2)
+    engine.sleep(2)
+    assert engine.hooks == ["sleep 2"]
+    engine.wake_up(["weights"])
+    with pytest.raises(EngineStateError, match="half awake"):
+        engine.sleep(2)
+
+
+def test_join_and_finish_need_a_begin(engine: FakeEngine) -> None:
+    with pytest.raises(EngineStateError, match="join without begin"):
+        engine.join(soon())
+    with pytest.raises(EngineStateError, match="is over"):
+        engine.finish(1, "a", soon())
+    engine.abort("a", "nothing to abort", soon())
+    assert (engine.calls, engine.reason) == ([], None)
+
+
+@pytest.mark.parametrize(("version", "attempt"), [(1, "b"), (2, "a")])
+def test_only_the_open_attempt_can_finish(engine: FakeEngine, version: int, attempt: str) -> None:
+    engine.begin(1, "a", soon(), digest=False)
+    engine.join(soon())
+    with pytest.raises(EngineStateError, match="is over"):
+        engine.finish(version, attempt, soon())
+    engine.finish(1, "a", soon())
+    assert engine.version() == 1
+
+
+def test_finish_before_join_is_refused_and_harmless(engine: FakeEngine) -> None:
+    engine.hold.clear()
+    engine.begin(1, "a", soon(), digest=False)
+    with pytest.raises(EngineStateError, match="join it before finish"):
+        engine.finish(1, "a", soon())
+    engine.hold.set()
+    engine.join(soon())
+    engine.finish(1, "a", soon())
+    assert engine.version() == 1
+
+
+def test_nothing_else_starts_while_an_attempt_is_open(engine: FakeEngine) -> None:
+    engine.begin(1, "a", soon(), digest=False)
+    engine.join(soon())
+    with pytest.raises(EngineStateError, match="not over yet"):
+        engine.begin(2, "b", soon(), digest=False)
+    with pytest.raises(EngineStateError, match="cannot sleep now"):
+        engine.sleep(2)
+    with pytest.raises(EngineStateError, match="taking version 1"):
+        engine.resume()
+    engine.abort("b", "another attempt's failure", soon())
+    engine.finish(1, "a", soon())
+    assert engine.calls == ["hello", "update", "publish"]
+
+
+def test_no_begin_while_the_last_call_is_unanswered(engine: FakeEngine) -> None:
+    engine.hold.clear()
+    engine.begin(1, "a", soon(), digest=False)
+    with pytest.raises(SyncTimeout, match="to load version 1"):
+        engine.join(soon(0.05))
+    engine.abort("a", "the worker is stalled", soon(0.05))
+    with pytest.raises(EngineStateError, match="not answered the previous sync"):
+        engine.begin(2, "b", soon(), digest=False)
+    with pytest.raises(EngineStateError, match="cannot sleep now"):
+        engine.sleep(2)
+    assert engine.calls == ["hello", "update"], "an unanswered worker is asked nothing"
+    engine.hold.set()
+    assert engine._update is not None
+    engine._update.result(soon())
+    engine.sync(2)
+    assert (engine.version(), engine.reason) == (2, None)
+
+
+# Outcomes of an abort.
+
+
+def fail_update(engine: FakeEngine) -> None:
+    engine.answers["update"] = [{"digests": {}}, {"error": ERROR}]
+    engine.begin(1, "a", soon(), digest=False)
+    with pytest.raises(PeerError, match="worker 1 of fake failed in 'update': ValueError: no room") as caught:
+        engine.join(soon())
+    assert "line 7" in caught.value.remote_traceback
+
+
+def test_abort_before_a_byte_was_written_serves_the_old_version(engine: FakeEngine) -> None:
+    fail_update(engine)
+    engine.abort("a", "no room", soon())
+    assert (engine.version(), engine.reason) == (0, None)
+    engine.resume()
+    assert engine.hooks == ["resume"]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [{"state": "serving", "version": 0}, {"state": "torn", "version": 0}],
+        [{"state": "serving", "version": 1}, {"state": "serving", "version": 0}],
+        [{"error": ERROR}, {"state": "serving", "version": 0}],
+        PeerError("worker 1 died"),
+        ["not a reply", "not a reply"],
+    ],
+    ids=["one torn", "one ahead", "one fails", "one dead", "nonsense"],
+)
+def test_abort_that_leaves_doubt_tears(engine: FakeEngine, answer: Any) -> None:
+    fail_update(engine)
+    if isinstance(answer, list) and isinstance(answer[0], str):
+        answer = [wire.pack(word) for word in answer]
+    engine.answers["abort"] = answer
+    engine.abort("a", "bucket 3 was lost", soon())
+    for refused in (engine.version, engine.resume):
+        with pytest.raises(
+            EngineStateError, match=r"fake holds no consistent version.*bucket 3 was lost.*Sync it again"
+        ):
+            refused()
+    assert engine.reason is not None
+    assert "bucket 3 was lost" in engine.reason
+    assert engine.last_version() == 0
+
+
+def test_a_torn_engine_serves_after_the_next_full_sync(engine: FakeEngine) -> None:
+    fail_update(engine)
+    engine.answers["abort"] = [{"state": "torn", "version": 0}] * 2
+    engine.abort("a", "no room", soon())
+    engine.answers["update"] = [{"digests": {}}] * 2
+    engine.pause("wait", soon())
+    engine.sync(2)
+    engine.resume()
+    assert (engine.version(), engine.reason) == (2, None)
+
+
+def test_a_torn_engine_is_not_healed_by_an_abort_that_touched_nothing(engine: FakeEngine) -> None:
+    test_abort_that_leaves_doubt_tears(engine, PeerError("worker 1 died"))
+    engine.begin(2, "b", soon(), digest=False)
+    with pytest.raises(PeerError):
+        engine.join(soon())
+    engine.answers["abort"] = [{"state": "serving", "version": 0}] * 2
+    engine.abort("b", "again", soon())
+    with pytest.raises(EngineStateError, match="bucket 3 was lost"):
+        engine.version()
+    assert engine.reason is not None
+
+
+@pytest.mark.parametrize("step", ["publish", "reset"])
+def test_a_failure_to_publish_tears(engine: FakeEngine, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_reset() -> None:
+        raise EngineStateError("the cache kept blocks")
+
+    if step == "reset":
+        monkeypatch.setattr(engine, "on_reset_cache", no_reset)
+    else:
+        engine.answers["publish"] = [{}, {"error": ERROR}]
+    with pytest.raises(EngineStateError if step == "reset" else PeerError):
+        engine.sync(1)
+    with pytest.raises(EngineStateError, match="version 1 could not be published"):
+        engine.version()
+    engine.abort("attempt 1", "too late", soon())
+    assert engine.reason is not None
+    assert "could not be published" in engine.reason
+
+
+# Void: slept at level 2.
+
+
+def test_void_until_a_sync(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up()
+    with pytest.raises(EngineStateError, match="no weights since its level-2 sleep"):
+        engine.resume()
+    assert engine.reason is not None
+    engine.sync(1)
+    engine.resume()
+    assert engine.reason is None
+
+
+def test_level_1_after_level_2_does_not_bring_weights_back(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up()
+    engine.sleep(1)
+    engine.wake_up()
+    assert engine.reason is not None
+    assert "level-2" in engine.reason
+
+
+def test_an_abort_does_not_make_a_void_engine_serve(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up()
+    fail_update(engine)
+    engine.abort("a", "no room", soon())
+    assert engine.reason is not None
+    assert "level-2" in engine.reason
+
+
+# The co-located order: the cache sleeps through the sync.
+
+
+def test_resume_waits_for_the_cache(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up(["weights"])
+    engine.pause("abort", soon())
+    engine.sync(1)
+    engine.resume()
+    assert "resume" not in engine.hooks
+    assert engine.reason is not None
+    engine.wake_up(["kv_cache"])
+    assert engine.hooks[-2:] == ["wake kv_cache", "resume"]
+    assert engine.reason is None
+
+
+def test_a_pause_forgets_the_resume_that_waited(engine: FakeEngine) -> None:
+    engine.sleep(1)
+    engine.wake_up(["weights"])
+    engine.resume()
+    engine.pause("wait", soon())
+    engine.wake_up()
+    assert "resume" not in engine.hooks
+
+
+def test_waking_the_cache_in_the_middle_of_a_sync_does_not_make_it_serve(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up(["weights"])
+    engine.begin(1, "a", soon(), digest=False)
+    engine.wake_up(["kv_cache"])
+    assert engine.reason is not None
+    assert "taking version 1" in engine.reason
+    engine.join(soon())
+    engine.finish(1, "a", soon())
+    assert engine.reason is None
+
+
+# Answers.
+
+
+def test_an_answer_that_is_no_map_is_a_protocol_error(engine: FakeEngine) -> None:
+    engine.answers["describe"] = [wire.pack(["ok"]), wire.pack(["ok"])]
+    engine.call = lambda method, payload, timeout_s: engine.answers[method]  # type: ignore[method-assign]
+    with pytest.raises(ProtocolError, match="worker 0 of fake answered 'describe' with tuple"):
+        engine.describe([], soon())
+
+
+def test_a_deadline_that_has_passed_makes_no_call(engine: FakeEngine) -> None:
+    with pytest.raises(SyncTimeout, match="fake to answer 'describe'"):
+        engine.describe([], soon(-1))
+    assert engine.calls == []
+
+
+def test_close_never_raises(engine: FakeEngine) -> None:
+    engine.answers["detach"] = PeerError("worker 0 died")
+    engine.close()
+    replies: Mapping[str, Any] = engine.answers
+    assert engine.calls == ["detach"]
+    assert isinstance(replies["detach"], PeerError)
