@@ -79,6 +79,9 @@ class Findings:
     """Source -> why a replay cannot do it."""
 
     unfollowed: set[str] = field(default_factory=set)
+    elsewhere: set[str] = field(default_factory=set)
+    """Sources that are written to a tensor that is no target."""
+
     private: set[str] = field(default_factory=set)
     touched: set[str] = field(default_factory=set)
     dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
@@ -265,7 +268,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._origins[key] |= origin
                 self._clones.pop(key, None)
             else:
-                self._write_foreign()
+                self._write_foreign(origin)
                 swallow = True
         if not swallow:
             return func(*args, **kwargs)
@@ -290,7 +293,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise Rebinds(self._live[storage_of(dst)][0][0])
         found = self.target_of(dst)
         if found is None:
-            self._write_foreign()
+            self._write_foreign(origin)
             return
         name, target = found
         region = positions(offset_of(dst) - offset_of(target), dst.shape, dst.stride())
@@ -313,11 +316,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found.private.add(source)
         self.found.reasons.setdefault(source, "the loader edits it in place")
 
-    def _write_foreign(self) -> None:
-        if self.current is None:
-            self.found.always_call = True
-        else:
-            self.found.reasons.setdefault(self.current, "the loader writes to a tensor that is no parameter or buffer")
+    def _write_foreign(self, origin: Origin) -> None:
+        sources = origin.sources | frozenset({self.current} if self.current is not None else ())
+        for source in sources:
+            self.found.reasons.setdefault(source, "the loader writes to a tensor that is no parameter or buffer")
+        self.found.elsewhere |= origin.sources
+        self.found.always_call |= not sources
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

@@ -24,7 +24,7 @@ def check_launch_weights(loader: Loader, plan: LoadPlan) -> tuple[str, list[str]
     """
     weights = loader.launch_weights()
     if weights is None:
-        return "unverified: launched without a checkpoint", []
+        return "unverified: the engine was launched without a checkpoint that can be read", []
     targets = loader.targets()
     by_source: dict[str, list[Copy]] = defaultdict(list)
     for copy in plan.copies:

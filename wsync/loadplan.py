@@ -91,6 +91,9 @@ class LoadPlan:
     unfollowed: frozenset[str]
     """Sources in `through_loader` whose targets could not be found out."""
 
+    elsewhere: frozenset[str]
+    """Sources in `through_loader` that are written to a tensor that is no target."""
+
     private: frozenset[str]
     """Sources that the loader edits in place or keeps beyond its turn: they need a copy of their own."""
 

@@ -137,10 +137,11 @@ def _words(target: torch.Tensor, missing: Sequence[Region]) -> str:
 
 def _ignored(plan: LoadPlan, engine: str) -> list[str]:
     written = {source for write in plan.writes for source in _writers(write)}
+    known = written | plan.refused | plan.unfollowed | plan.elsewhere
     return [
         f"{name}: {engine} ignores it: it is written to no parameter or buffer"
         for name, spec in plan.specs.items()
-        if spec.numel and name not in written and name not in plan.refused | plan.unfollowed
+        if spec.numel and name not in known
     ]
 
 

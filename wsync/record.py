@@ -14,7 +14,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from wsync.dryrun import Findings, NeedsValue, Rebinds, Recorder
-from wsync.errors import EngineStateError, first_five
+from wsync.errors import EngineStateError, MismatchError, first_five
 from wsync.loadplan import Copy, Cover, Fill, Layout, LoadPlan, Write
 from wsync.plan import TensorSpec
 from wsync.protocols import Loader
@@ -39,13 +39,13 @@ def record(loader: Loader, specs: Sequence[TensorSpec]) -> LoadPlan:
     What the loader refuses is in `LoadPlan.problems`. Optional specs that it does not want are left out.
 
     Raises:
-        EngineStateError: live tensors are on the meta device, or the loader replaced some in spite of all care; the
-            engine must be restarted then.
+        MismatchError: live tensors are on the meta device.
+        EngineStateError: the loader replaced live tensors in spite of all care; the engine must be restarted.
     """
     offered = {spec.name: spec for spec in specs if not spec.optional or loader.accepts(spec.name)}
     targets = dict(loader.targets())
     if bare := [name for name, tensor in targets.items() if tensor.device.type == "meta"]:
-        raise EngineStateError(f"{loader.engine}: parameters without memory: {first_five(bare)}; is it still loading?")
+        raise MismatchError(f"{loader.engine}: parameters without memory: {first_five(bare)}; is it still loading?")
     layouts = {name: Layout.of(tensor) for name, tensor in targets.items()}
     sources = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in offered.items()}
     recorder = Recorder(targets, sources)
@@ -202,6 +202,7 @@ def _settle(
         writes=tuple(write for write in writes if not _depends_on(write, refused)),
         through_loader={name: reasons[name] for name in specs if name in reasons and name not in refused},
         unfollowed=frozenset(found.unfollowed & reasons.keys()),
+        elsewhere=frozenset(found.elsewhere),
         refused=frozenset(refused),
         private=frozenset(found.private),
         always_call=always_call,

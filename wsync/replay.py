@@ -77,7 +77,7 @@ class Replay:
             [memory_view(targets[step.target], step.dst) for step in steps] for steps in routine.steps
         ]
         self._fills = [(fill, memory_view(targets[fill.target], fill.dst)) for fill in routine.load.fills]
-        self._devices = {tensor.device for tensor in targets.values() if tensor.device.type != "cpu"}
+        self._devices = {tensor.device for tensor in targets.values()}
         self._parts: dict[str, _Part] = {}
         self._failure: BaseException | None = None
 
@@ -116,8 +116,7 @@ class Replay:
                     first = False
                 self._copy(bucket, tensors)
                 yield from self._offer(bucket, tensors)
-                for device in self._devices:
-                    torch.accelerator.synchronize(device)  # the slot is free only when the copies have been done
+                _synchronize(self._devices | {tensor.device for tensor in tensors})
                 del tensors
         except Exception as error:
             self._failure = error
@@ -157,6 +156,13 @@ class Replay:
             if part.take(meta, wire):
                 del self._parts[meta.name]
                 yield meta.name, part.flat.view(meta.shape)
+
+
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    """A slot is free only when the device has done its copies."""
+    for device in devices:
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()
 
 
 class _Part:

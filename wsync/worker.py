@@ -1,0 +1,268 @@
+"""The engine-side half of a sync, in the process that holds one worker's weights.
+
+`Worker.handle` answers one control frame with another. What each method takes and gives:
+
+    hello                                          engine, endpoint, version, state, reason
+    describe  specs, void                          manifest
+    attach    plan, ticket, first_index, timeout_s
+    update    version, attempt, timeout_s, digest  digests, nbytes, replayed, through_loader, seconds
+    publish   version, attempt                     version
+    abort     attempt                              state
+    detach
+"""
+
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+
+from wsync import registry, wire
+from wsync.deadline import Deadline
+from wsync.digest import digest, word_bytes
+from wsync.errors import EngineStateError, MismatchError, ProtocolError, first_five
+from wsync.launch import check_launch_weights
+from wsync.loadplan import LoadPlan, Write
+from wsync.manifest import declared_dtypes, manifest
+from wsync.plan import Bucket, Plan, TensorSpec
+from wsync.protocols import Loader, Manifest, Receiver, Ticket, Transport
+from wsync.record import record, writable
+from wsync.replay import Arrivals, Replay, Routine
+from wsync.state import State, StateMachine
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """What `attach` made: where buckets come from and what is done with them."""
+
+    plan: Plan
+    routine: Routine
+    receiver: Receiver
+
+
+@dataclass(slots=True)
+class _Seconds:
+    """Where the time of one update went."""
+
+    stages: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time inside to stage `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - start
+
+
+class Worker:
+    """One worker's answers. `abort` and `hello` may come on another thread while `update` runs."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        rank: int = 0,
+        transport: Callable[[str], Transport] = registry.transport,
+        on_state: Callable[[State], None] = lambda state: None,
+    ) -> None:
+        """Nothing is done before the first call.
+
+        Args:
+            loader: the engine side of the data path.
+            rank: this worker's place among the workers of its engine.
+            transport: looks a transport up by its name.
+            on_state: told of every change of state, so that an engine can refuse to serve.
+        """
+        self._loader, self._rank, self._transport = loader, rank, transport
+        self._states = StateMachine(on_state)
+        self._load: LoadPlan | None = None
+        self._verdict: tuple[tuple[Write, ...], tuple[str, Sequence[str]]] | None = None
+        self._line: _Line | None = None
+        self._methods: dict[str, Callable[[Message], Message]] = {
+            "hello": self._hello,
+            "describe": self._describe,
+            "attach": self._attach,
+            "update": self._update,
+            "publish": self._publish,
+            "abort": self._abort,
+            "detach": self._detach,
+        }
+
+    @property
+    def state(self) -> State:
+        """The state now."""
+        return self._states.state
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        """Answer one frame: `{"ok": ...}` or `{"error": {"type", "message", "traceback"}}`. Never raises."""
+        try:
+            message = wire.unpack(payload)
+            if method not in self._methods or not isinstance(message, dict):
+                raise ProtocolError(f"no worker method {method!r} with a {type(message).__name__}")
+            return wire.pack({"ok": dict(self._methods[method](message))})
+        except Exception as error:
+            text = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+            return wire.pack({"error": text})
+
+    def _hello(self, message: Message) -> Message:
+        state = self.state
+        return {
+            "engine": self._loader.engine,
+            "endpoint": self._loader.endpoint(),
+            "version": state.version,
+            "state": state.kind,
+            "reason": state.reason,
+        }
+
+    def _describe(self, message: Message) -> Message:
+        self._states.require_idle("describe its parameters")
+        specs = cast("Sequence[TensorSpec]", message["specs"])
+        return {"manifest": self._examine(specs, bool(message.get("void", False)))}
+
+    def _examine(self, specs: Sequence[TensorSpec], void: bool) -> Manifest:
+        """Dry-run the loader, a second time if it wants other dtypes than the trainer has."""
+        load = self._record(specs)
+        declared = declared_dtypes(load)
+        if any(load.specs[name].dtype != dtype for name, dtype in declared.items()):
+            wanted = [replace(spec, dtype=declared.get(name, spec.dtype)) for name, spec in load.specs.items()]
+            load = self._record(wanted)
+        self._load = load
+        targets, required = self._loader.targets(), self._loader.required()
+        launch = self._check_launch(load, void)
+        return manifest(load, targets, required, engine=self._loader.engine, launch=launch)
+
+    def _check_launch(self, load: LoadPlan, void: bool) -> tuple[str, Sequence[str]]:
+        """The launch weights can be compared only while they are there; what was found then holds on."""
+        if self._verdict is not None and self._verdict[0] == load.writes:
+            return self._verdict[1]
+        if void or self.state.kind != "serving" or self.state.version:
+            return "unverified: the launch weights are no longer in the engine", ()
+        verdict = check_launch_weights(self._loader, load)
+        self._verdict = (load.writes, verdict)
+        return verdict
+
+    def _record(self, specs: Sequence[TensorSpec]) -> LoadPlan:
+        try:
+            return record(self._loader, specs)
+        except EngineStateError as error:
+            self._states.tear(str(error))
+            raise
+
+    def _attach(self, message: Message) -> Message:
+        self._states.require_idle("attach")
+        self._detach(message)
+        plan, ticket = cast("Plan", message["plan"]), cast("Ticket", message["ticket"])
+        load = self._load
+        if load is None or not load.matches({spec.name: spec for spec in plan.specs}):
+            load = self._load = self._record(plan.specs)
+        if load.problems:
+            raise MismatchError(f"{self._loader.engine} does not take this plan: {first_five(load.problems)}")
+        routine = Routine.compile(load, plan)
+        index = int(message["first_index"]) + self._rank
+        deadline = Deadline.after(float(message["timeout_s"]))
+        self._line = _Line(plan, routine, self._transport(ticket.transport).receiver(ticket, index, deadline))
+        return {}
+
+    def _detach(self, message: Message) -> Message:
+        line, self._line = self._line, None
+        if line is not None:
+            line.receiver.close()
+        return {}
+
+    def _update(self, message: Message) -> Message:
+        version, attempt = int(message["version"]), str(message["attempt"])
+        line = self._line
+        if line is None:
+            raise EngineStateError(f"no sender is attached; attach before version {version}")
+        self._states.begin(version, attempt)
+        try:
+            digests = _Digests(line.plan) if message["digest"] else None
+            return self._take(line, attempt, Deadline.after(float(message["timeout_s"])), digests)
+        except Exception as error:
+            self._line = None
+            self._fail(line, attempt, f"{type(error).__name__}: {error}")
+            raise
+
+    def _take(self, line: _Line, attempt: str, deadline: Deadline, digests: "_Digests | None") -> Message:
+        """Load everything that arrives. Raises what goes wrong; the caller ends the attempt."""
+        seconds = _Seconds()
+        loader, load = self._loader, line.routine.load
+        with seconds.stage("begin"):
+            loader.begin()
+            targets = loader.targets()
+        arrivals = self._arrivals(line, attempt, deadline, seconds, digests)
+        with writable(targets), seconds.stage("total"):
+            Replay(line.routine, targets).run(arrivals, loader.load_weights, lambda: self._states.writing(attempt))
+        del targets
+        with seconds.stage("finish"):
+            loader.finish()
+        self._states.loaded(attempt)
+        seconds.stages["load"] = seconds.stages.pop("total") - sum(
+            seconds.stages.get(stage, 0.0) for stage in ("wait", "digest")
+        )
+        return {
+            "digests": digests.values if digests is not None else {},
+            "nbytes": line.plan.nbytes,
+            "replayed": len(line.plan.specs) - len(load.through_loader),
+            "through_loader": len(load.through_loader),
+            "seconds": seconds.stages,
+        }
+
+    def _arrivals(
+        self, line: _Line, attempt: str, deadline: Deadline, seconds: _Seconds, digests: "_Digests | None"
+    ) -> Arrivals:
+        """Buckets as they come, each one only while the attempt is under way."""
+        buckets = iter(line.receiver.buckets(line.plan, deadline))
+        while True:
+            with seconds.stage("wait"):
+                item = next(buckets, None)
+            if item is None:
+                return
+            self._states.check(attempt)
+            if digests is not None:
+                with seconds.stage("digest"):
+                    digests.add(*item)
+            yield item
+            del item  # advancing releases the slot
+
+    def _fail(self, line: _Line, attempt: str, reason: str) -> None:
+        """Tell the sender, put the model in order, and say what the worker is now."""
+        line.receiver.fail(reason)
+        try:
+            self._loader.rollback()
+        except Exception as error:
+            self._states.end(attempt, reason)
+            self._states.tear(f"{reason}; and its rollback failed: {type(error).__name__}: {error}")
+            raise
+        self._states.end(attempt, reason)
+
+    def _publish(self, message: Message) -> Message:
+        version = int(message["version"])
+        self._states.publish(version, str(message["attempt"]))
+        return {"version": version}
+
+    def _abort(self, message: Message) -> Message:
+        """A running update finds out at its next bucket, and rolls back on its own thread."""
+        return {"state": self._states.abort(str(message["attempt"])).kind}
+
+
+class _Digests:
+    """Digests of what arrived, by tensor."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self.values: dict[str, int] = {}
+
+    def add(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
+        """Count one bucket in."""
+        for meta, tensor in zip(bucket.tensors, tensors, strict=True):
+            unit = word_bytes(self._plan.spec(meta.name))
+            share = digest(tensor.to(meta.dtype), word_bytes=unit, first_word=meta.chunk_offset // unit)
+            self.values[meta.name] = (self.values.get(meta.name, 0) + share) % (1 << 64)
