@@ -38,11 +38,9 @@ def sync(actor: object, engine: object, *, config: SyncConfig | None = None, ver
         ConfigError: called on a running event loop (use `sync_async`), or no rank passed an engine.
         WsyncError: see `Session.sync` and `connect`.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return _session_of(actor, engine, config or SyncConfig()).sync(version)
-    raise ConfigError("wsync.sync would block the running event loop; await wsync.sync_async(...) instead")
+    if _on_event_loop():
+        raise ConfigError("wsync.sync would block the running event loop; await wsync.sync_async(...) instead")
+    return _session_of(actor, engine, config or SyncConfig()).sync(version)
 
 
 async def sync_async(
@@ -84,6 +82,14 @@ def connect(
         group.report("connect", error)
         raise
     return Session(producer, engines, transports, group, settings)
+
+
+def _on_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _session_of(actor: object, engine: object, config: SyncConfig) -> Session:
@@ -129,5 +135,6 @@ def _group(rank: int | None, world_size: int | None, store: Store | None, timeou
     if world_size > 1:
         if store is None:
             raise ConfigError(f"a session of {world_size} trainer ranks needs store=, which all of them reach")
-        store = PrefixStore(f"wsync/{next(_session_numbers)}", store).clone()
+        shared: Any = PrefixStore(f"wsync/{next(_session_numbers)}", store)
+        store = shared.clone()  # a connection of our own: a wait of ours must not block the trainer's
     return Group(rank, world_size, store, timeout_s)

@@ -53,8 +53,10 @@ class PeerError(TransportError):
     def __init__(self, message: str, remote_traceback: str = "") -> None:
         super().__init__(message)
         self.remote_traceback = remote_traceback
-        if remote_traceback:
-            self.add_note(f"remote traceback:\n{remote_traceback}")
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message}\nremote traceback:\n{self.remote_traceback}" if self.remote_traceback else message
 
 
 class RankError(WsyncError, RuntimeError):

@@ -30,6 +30,7 @@ class Group:
     Attributes:
         rank: this trainer rank.
         world_size: number of trainer ranks; 1 makes every method local.
+        timeout_s: longest wait, in seconds, for other ranks in one transfer.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store | None, timeout_s: float) -> None:
@@ -37,7 +38,7 @@ class Group:
         self.rank = rank
         self.world_size = world_size
         self._store = store
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._epoch = 0
         self._step = 0
         self._previous_keys: list[str] = []
@@ -175,7 +176,7 @@ class Group:
         head = self._key(self._step, self.rank)
         keys = [f"{head}/{index}" for index in range(len(parts))]
         for key, part in zip(keys, parts, strict=True):
-            store.set(key, part)
+            store.set(key, cast("str", part))  # bytes are taken as they are; torch's stub says str
         store.set(head, str(len(parts)))  # last: whoever sees the head finds every part
         return [head, *keys]
 
@@ -213,7 +214,7 @@ class Group:
                     f"gathering shards on {sample.device} is not supported yet; trainer shards must be on the CPU"
                 )
             store = PrefixStore(f"data/{self._epoch}", self._private_store())
-            gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self._timeout_s))
+            gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self.timeout_s))
             boxed = dist.ProcessGroup(store, self.rank, self.world_size)
             boxed._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             self._data = boxed

@@ -97,7 +97,10 @@ def merge_specs(by_rank: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ..
                 f"they differ in {first_five(odd) or 'their order'}"
             )
     merged = tuple(
-        replace(same[0], owners=tuple(owner for spec in same for owner in spec.owners))
+        replace(
+            same[0],
+            owners=tuple(replace(owner, rank=rank) for rank, spec in enumerate(same) for owner in spec.owners),
+        )
         for same in zip(*by_rank, strict=True)
     )
     lost = [repr(spec.name) for spec in merged if uncovered([owner.region for owner in spec.owners], spec.numel)]

@@ -65,6 +65,7 @@ class Manifest:
     """How the plan was checked against the launch weights, or why it could not be."""
 
 
+@runtime_checkable
 class Producer(Protocol):
     """The trainer side of the data path, on one trainer rank.
 
@@ -263,6 +264,10 @@ class Engine(Protocol):
 
     def version(self) -> int:
         """Version that the engine serves; 0 for the launch weights. Raises `EngineStateError` if torn."""
+        ...
+
+    def last_version(self) -> int:
+        """The newest version that this engine ever served, also while torn. Versions only grow."""
         ...
 
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
