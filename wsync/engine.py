@@ -84,18 +84,21 @@ class WorkerEngine(ABC):
 
     def version(self) -> int:
         """Version that the engine serves; 0 for the launch weights. Raises `EngineStateError` if torn."""
+        version = self.last_version()
         if self._torn is not None:
             raise EngineStateError(self._torn)
-        if self._version is None:
-            versions = {int(reply["version"]) for reply in self._hello()}
-            if len(versions) != 1:
-                raise EngineStateError(f"workers of {self.name} hold different versions {sorted(versions)}")
-            self._version = versions.pop()
-        return self._version
+        return version
 
     def last_version(self) -> int:
         """The newest version that this engine ever served, also while torn. Versions only grow."""
-        return self._version if self._version is not None else self.version()
+        if self._version is None:
+            replies = self._hello()
+            versions = sorted({int(reply["version"]) for reply in replies})
+            self._version = versions[-1]
+            if len(versions) > 1 or any(reply["state"] != "serving" for reply in replies):
+                states = ", ".join(f"{reply['state']} with version {reply['version']}" for reply in replies)
+                self._tear(f"its workers were found {states}")
+        return self._version
 
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
         """Dry-run the loader of every worker on `specs`. Nothing is written."""
@@ -158,15 +161,16 @@ class WorkerEngine(ABC):
         try:
             self._settle(deadline)
             replies = self._ask("abort", {"attempt": attempt}, deadline)
+            untouched = all(reply["state"] == "serving" and reply["version"] == self._version for reply in replies)
         except Exception as error:
             self._tear(f"{reason}; and then a worker did not answer: {error}")
             return
         self._update = None
-        if any(reply["state"] != "serving" or reply["version"] != self._version for reply in replies):
-            self._tear(reason)
-        else:
+        if untouched:
             self._attempt = None
             self.guard(self._reason_not_to_serve())
+        else:
+            self._tear(reason)
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Stop generating. Raises `UnsupportedError` for a mode that the engine does not have."""

@@ -28,7 +28,7 @@ class FakeEngine(WorkerEngine):
         self.hold = threading.Event()
         self.hold.set()
         self.answers: dict[str, Any] = {
-            "hello": [{"version": 0, "endpoint": None}] * 2,
+            "hello": [{"version": 0, "state": "serving", "endpoint": None}] * 2,
             "update": [{"digests": {"a": 1}}, {"digests": {"a": 2}}],
             "publish": [{}, {}],
             "abort": [{"state": "serving", "version": 0}] * 2,
@@ -88,7 +88,8 @@ def test_a_sync_publishes_once_after_every_worker_has_loaded(engine: FakeEngine)
     assert engine.join(soon()) == [{"a": 1}, {"a": 2}]
     assert engine.version() == 0, "not before it is published"
     engine.finish(1, "a", soon())
-    assert (engine.version(), engine.reason) == (1, None)
+    assert engine.version() == 1
+    assert engine.reason is None
     assert engine.calls == ["hello", "update", "publish"]
     assert engine.hooks == ["reset"]
 
@@ -100,10 +101,15 @@ def test_versions_only_grow(engine: FakeEngine, version: int) -> None:
     assert (engine.calls, engine.reason) == (["hello"], None)
 
 
-def test_workers_of_different_versions_are_refused(engine: FakeEngine) -> None:
-    engine.answers["hello"] = [{"version": 1}, {"version": 2}]
-    with pytest.raises(EngineStateError, match=r"different versions \[1, 2\]"):
-        engine.begin(3, "a", soon(), digest=False)
+@pytest.mark.parametrize("second", [{"version": 2, "state": "serving"}, {"version": 1, "state": "torn"}])
+def test_workers_that_were_left_in_doubt_serve_after_a_sync(engine: FakeEngine, second: Mapping[str, Any]) -> None:
+    engine.answers["hello"] = [{"version": 1, "state": "serving"}, second]
+    with pytest.raises(EngineStateError, match=rf"found serving with version 1, {second['state']} with version"):
+        engine.version()
+    assert engine.reason is not None
+    engine.sync(3)
+    assert engine.version() == 3
+    assert engine.reason is None
 
 
 # Order: errors come before any call.
