@@ -1,0 +1,240 @@
+"""vLLM as the engine, driven through a `vllm.LLM` object.
+
+Three ways to run are served: everything in the caller's process (VLLM_ENABLE_V1_MULTIPROCESSING=0), the same under
+torchrun with distributed_executor_backend="external_launcher" (every rank owns an engine and drives its own worker),
+and the default, with an engine-core process and worker processes. The last needs the worker extension.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from multiprocessing.connection import wait
+from socket import socketpair
+from typing import Any, TypeVar
+
+from wsync.adapters.engines.vllm_worker import EXTENSION, worker_of
+from wsync.background import Background
+from wsync.config import PauseMode
+from wsync.deadline import Deadline
+from wsync.engine import WorkerEngine
+from wsync.errors import ConfigError, EngineStateError, PeerError, SyncTimeout, UnsupportedError, WsyncError
+
+TESTED_VERSIONS = ("0.26.0", "0.32.0")
+
+T = TypeVar("T")
+
+
+class VLLMEngine(WorkerEngine):
+    """Control of one `vllm.LLM`, which is held weakly. Every call of the LLM that adds or runs requests is guarded.
+
+    Under external_launcher with tensor parallelism each rank's engine has one worker, which holds a part of the
+    model: every rank must pass its own LLM to the same sync.
+    """
+
+    @staticmethod
+    def matches(obj: object) -> bool:
+        """True for the engine classes of vLLM. Imports nothing."""
+        return _is_vllm(obj, "LLM") or _is_vllm(obj, "AsyncLLM")
+
+    def __init__(self, llm: Any, *, allow_untested: bool = False) -> None:
+        """Args:
+            llm: a `vllm.LLM`.
+            allow_untested: take a version of vLLM that is not in `TESTED_VERSIONS`.
+
+        Raises:
+            UnsupportedError: the engine class or the version is not supported.
+            ConfigError: the LLM runs its workers in other processes and was made without the worker extension.
+        """
+        if not _is_vllm(llm, "LLM"):
+            raise UnsupportedError(f"{type(llm).__module__}.{type(llm).__qualname__} is not supported; use vllm.LLM")
+        super().__init__()
+        version = _check_version(allow_untested)
+        self.name = f"vLLM {version}"
+        self._llm_ref = weakref.ref(llm)
+        self._call: Background[Any] | None = None
+        self._patience_s: float | None = None
+        self._held = False
+        if _local_worker(llm) is None:
+            _check_extension(llm)
+
+    # What WorkerEngine asks for.
+
+    def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
+        """Run `Worker.handle(method, payload)` on every worker; replies in rank order. Raises as its base."""
+        llm = self._llm()
+        local = _local_worker(llm)
+        if local is not None:
+            return [self._run(f"answer {method!r}", lambda: worker_of(local, 0).handle(method, payload), timeout_s)]
+        return self._run(
+            f"answer {method!r}", lambda: llm.collective_rpc("wsync_call", args=(method, payload)), timeout_s
+        )
+
+    def guard(self, reason: str | None) -> None:
+        """Refuse to add or run requests with `EngineStateError(reason)`; None: leave no trace of that."""
+        llm = self._llm_ref()
+        if llm is None:
+            return
+        # generate, chat, enqueue, encode, beam search and the rest all go through these two.
+        entries = vars(llm.llm_engine)
+        for name in ("add_request", "step"):
+            found = entries.pop(name, None)
+            hidden = found.hides if isinstance(found, _Refusal) else found
+            if reason is not None:
+                entries[name] = _Refusal(reason, hidden)
+            elif hidden is not None:
+                entries[name] = hidden
+
+    def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        """End or freeze requests that were added and not finished.
+
+        vLLM's `LLM` only works on requests while one of its methods runs, and hands each output out once. So there is
+        nobody to wait for: with "wait", unfinished requests are an error.
+        """
+        self._patience_s = deadline.timeout_s
+        engine = self._llm().llm_engine
+        unfinished = list(engine.output_processor.request_states)
+        if unfinished and mode == "wait":
+            raise EngineStateError(
+                f"{self.name} has {len(unfinished)} unfinished request(s), which nobody works on while it is synced; "
+                f"call llm.wait_for_completion() first, or sync with pause='abort' or pause='keep'"
+            )
+        if unfinished and mode == "abort":
+            self._run("abort its requests", lambda: engine.abort_request(unfinished, internal=True), self._patience_s)
+        elif unfinished and not self._held:
+            # Between calls the engine core goes on with them by itself: it must not, from old caches.
+            self._run("freeze its requests", lambda: engine.sleep(level=0, mode="keep"), self._patience_s)
+            self._held = True
+
+    def on_resume(self) -> None:
+        """Go on with requests that were frozen."""
+        if self._held:
+            engine = self._llm().llm_engine
+            self._run("go on", lambda: engine.wake_up(["scheduling"]), self._patience_s)
+            self._held = False
+
+    def on_reset_cache(self) -> None:
+        """Drop prefix and encoder caches. Requests that were frozen compute theirs again."""
+        self._run("drop its caches", lambda: self._reset_caches(self._llm()), self._patience_s)
+
+    def on_sleep(self, level: int) -> None:
+        """`LLM.sleep`. Raises `EngineStateError` if requests are unfinished, `ConfigError` without sleep mode."""
+        llm = self._llm()
+        config = llm.llm_engine.vllm_config
+        if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
+            raise ConfigError(f"{self.name} was made without sleep mode; pass enable_sleep_mode=True to vllm.LLM")
+        unfinished = llm.llm_engine.get_num_unfinished_requests()
+        if unfinished:
+            raise EngineStateError(f"{self.name} has {unfinished} unfinished request(s) and cannot sleep now")
+        self._run("sleep", lambda: llm.sleep(level=level), None)
+
+    def on_wake_up(self, tags: Sequence[str]) -> None:
+        """`LLM.wake_up`, with every tag named: without, vLLM 0.26 maps again what is awake."""
+        llm = self._llm()
+        self._run("wake up", lambda: llm.wake_up(list(tags)), None)
+
+    # Shared by the above.
+
+    def _require_weights(self, doing: str) -> None:
+        super()._require_weights(doing)
+        engine = self._llm().llm_engine
+        if not self._asleep and not self._held and self._run("say if it sleeps", engine.is_sleeping, self._patience_s):
+            raise EngineStateError(
+                f"{self.name} was put to sleep by llm.sleep and cannot {doing}; call llm.wake_up() first"
+            )
+
+    def _reset_caches(self, llm: Any) -> None:
+        engine = llm.llm_engine
+        running = engine.get_num_unfinished_requests() > 0
+        if not llm.reset_prefix_cache(reset_running_requests=running, reset_connector=True):
+            raise EngineStateError(f"{self.name} kept its prefix cache, which belongs to the old weights")
+        if llm.model_config.is_multimodal_model:
+            engine.reset_encoder_cache()
+            if not running:
+                llm.reset_mm_cache()
+
+    def _llm(self) -> Any:
+        llm = self._llm_ref()
+        if llm is None:
+            raise EngineStateError(f"{self.name}: the vllm.LLM was deleted")
+        return llm
+
+    def _run(self, doing: str, work: Callable[[], T], timeout_s: float | None) -> T:
+        """`work()` on a thread of its own, until it ends, an engine process dies, or `timeout_s` is over.
+
+        vLLM waits without limit for an engine core that died with a call unanswered.
+        """
+        if self._call is not None and not self._call.done:
+            raise EngineStateError(
+                f"{self.name} has not answered an earlier call yet: still waiting for {self._call.name}"
+            )
+        manager = _process_manager(self._llm())
+        call: Background[T] = Background(f"{self.name} to {doing}", work)
+        self._call = call
+        ended, at_end = socketpair()
+        call.add_done_callback(at_end.close)
+        with ended:
+            ready = wait([ended, *(manager.sentinels() if manager is not None else ())], timeout_s)
+        if not ready:
+            raise SyncTimeout(f"gave up after {timeout_s:g} s: still waiting for {call.name}")
+        if not call.done:
+            raise PeerError(f"{self.name} died: {_obituary(manager)}, while waiting for {call.name}")
+        try:
+            return call.result(Deadline.after(1.0))
+        except WsyncError:
+            raise
+        except Exception as error:
+            raise PeerError(f"{self.name} failed to {doing}: {type(error).__name__}: {error}") from error
+
+
+class _Refusal:
+    """Stands in for a method of the engine and remembers what it hides."""
+
+    def __init__(self, reason: str, hides: Any) -> None:
+        self._reason = reason
+        self.hides = hides
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        raise EngineStateError(self._reason)
+
+
+def _is_vllm(obj: object, name: str) -> bool:
+    return any(kind.__name__ == name and kind.__module__.partition(".")[0] == "vllm" for kind in type(obj).__mro__)
+
+
+def _check_version(allow_untested: bool) -> str:
+    version: str = sys.modules["vllm"].__version__
+    if version.partition("+")[0] not in TESTED_VERSIONS and not allow_untested:
+        raise UnsupportedError(
+            f"vLLM {version} is not among the versions that were tested ({', '.join(TESTED_VERSIONS)}). To go on at "
+            f"your own risk, pass wsync.adapters.engines.vllm.VLLMEngine(llm, allow_untested=True) in place of llm"
+        )
+    return version
+
+
+def _local_worker(llm: Any) -> Any | None:
+    """vLLM's worker object if it lives in this process."""
+    executor = getattr(llm.llm_engine, "model_executor", None)
+    wrapper = getattr(executor, "driver_worker", None)
+    return getattr(wrapper, "worker", None)
+
+
+def _process_manager(llm: Any) -> Any | None:
+    """What watches the engine-core process; None if the engine core runs in this process."""
+    return getattr(getattr(llm.llm_engine.engine_core, "resources", None), "engine_manager", None)
+
+
+def _obituary(manager: Any) -> str:
+    dead = [f"process {name} ended with exit code {code}" for name, code in manager.finished_procs().items()]
+    return ", ".join(dead) or "its engine-core process ended"
+
+
+def _check_extension(llm: Any) -> None:
+    given = llm.llm_engine.vllm_config.parallel_config.worker_extension_cls
+    module, _, attribute = given.rpartition(".")
+    if not given or not hasattr(getattr(import_module(module), attribute), "wsync_call"):
+        seen = f"has worker_extension_cls={given!r}" if given else "was made without it"
+        raise ConfigError(
+            f'this vllm.LLM runs its workers in other processes: pass worker_extension_cls="{EXTENSION}" to vllm.LLM '
+            f"(it {seen}), or a subclass of that class; or set VLLM_ENABLE_V1_MULTIPROCESSING=0 to run it here"
+        )

@@ -1,0 +1,205 @@
+"""The half of the vLLM adapter that runs where the weights are: in each of vLLM's worker processes.
+
+vLLM mixes `WorkerExtension` into its workers if `LLM` was given it as `worker_extension_cls`. Where the worker lives in
+the caller's process, `worker_of` is used directly and no extension is needed.
+
+Two ways to load. *In place*: the parameters still have the layout of the checkpoint, vLLM's loader (or a load plan)
+writes into them. *Reload*: vLLM repacked weights after it loaded them (its CPU build does, and quantised models), so
+that nothing can be written in place; then vLLM's layerwise reload takes every tensor.
+"""
+
+import json
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from wsync.adapters.engines import vllm_reload
+from wsync.errors import EngineStateError, first_five
+from wsync.topology import Endpoint, local_endpoint
+from wsync.worker import Worker
+
+EXTENSION = "wsync.adapters.engines.vllm_worker.WorkerExtension"
+
+
+class WorkerExtension:
+    """Gives a vLLM worker the one method that `collective_rpc` calls. Plain bytes in and out."""
+
+    def wsync_call(self, method: str, payload: bytes) -> bytes:
+        """Answer one control frame. Errors are in the reply."""
+        this: Any = self  # vLLM makes this class a base of its worker
+        return worker_of(this, this.rank).handle(method, payload)
+
+
+def worker_of(vllm_worker: Any, rank: int) -> Worker:
+    """The `Worker` of a vLLM worker, made at the first call and kept as its attribute `wsync_worker`.
+
+    `rank` is its place among the workers of its engine.
+    """
+    worker: Worker | None = getattr(vllm_worker, "wsync_worker", None)
+    if worker is None:
+        worker = vllm_worker.wsync_worker = Worker(VLLMLoader(vllm_worker), rank=rank)
+    return worker
+
+
+class VLLMLoader:
+    """`wsync.protocols.Loader` over the model of one vLLM worker."""
+
+    def __init__(self, vllm_worker: Any) -> None:
+        from vllm import __version__
+
+        self.engine = f"vLLM {__version__}"
+        self._worker = weakref.ref(vllm_worker)
+        self._in_place: bool | None = None
+        self._stand_ins: vllm_reload.StandIns | None = None
+        self._reloading = False
+        self._addresses: Mapping[str, int] | None = None
+        # Never read. In a rehearsal it is written for each tensor, which tells the dry run that more happens to it
+        # than a copy into a parameter: the reload keeps it and repacks it.
+        self._elsewhere = torch.empty((), dtype=torch.uint8)
+
+    def endpoint(self) -> Endpoint:
+        """Where this worker's weights are."""
+        return local_endpoint(self._alive().device)
+
+    def targets(self) -> Mapping[str, torch.Tensor]:
+        """Parameters and buffers by vLLM's names, tied ones once; stand-ins where vLLM repacked the weights."""
+        if (stand_ins := self._rehearsal()) is not None:
+            return stand_ins.targets
+        model = self._model()
+        return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+    def required(self) -> Sequence[str]:
+        """Every parameter."""
+        if (stand_ins := self._rehearsal()) is not None:
+            return stand_ins.required
+        return [name for name, _ in self._model().named_parameters()]
+
+    def accepts(self, name: str) -> bool:
+        """No: vLLM makes the buffers that no checkpoint has by itself."""
+        return False
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """vLLM's own loader. Outside of an attempt a repacked model is rehearsed on stand-ins."""
+        model: Any = self._model()
+        stand_ins = self._rehearsal()
+        with self._context():
+            if stand_ins is None:
+                model.load_weights(weights)
+            elif self._reloading:
+                # The reload holds tensors until their layer is complete; a slot is taken back before that.
+                model.load_weights((name, tensor.clone()) for name, tensor in weights)
+            else:
+                with stand_ins.placed(model):
+                    model.load_weights(self._marked(weights))
+
+    def launch_weights(self) -> Iterable[tuple[str, torch.Tensor]] | None:
+        """The safetensors files of the checkpoint folder; None without one, or where live bytes are repacked."""
+        worker = self._alive()
+        folder = Path(worker.model_config.model)
+        if worker.load_config.load_format == "dummy" or self._rehearsal() is not None or not folder.is_dir():
+            return None
+        files = _weight_files(folder)
+        return _stream(files) if files else None
+
+    def begin(self) -> None:
+        """Remember where every parameter lies; open a reload where one is needed."""
+        model = self._model()
+        self._addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+        if self._rehearsal() is not None:
+            self._reloading = True
+            with self._context():
+                vllm_reload.begin(model)
+
+    def finish(self) -> None:
+        """Let attention layers and reloaded layers derive what they derive. Raises if a parameter has moved."""
+        worker, model = self._alive(), self._model()
+        with self._context():
+            if self._reloading:
+                vllm_reload.finish(model, worker.model_config)
+                self._reloading = False
+            else:
+                _process_attention(model, worker.model_config)
+        now = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+        moved = [name for name, address in (self._addresses or {}).items() if now.get(name) != address]
+        if moved:
+            raise EngineStateError(
+                f"{self.engine} moved {len(moved)} parameter(s) while it loaded: {first_five(moved)}. CUDA graphs may "
+                f"still read the old memory; restart the engine"
+            )
+
+    def rollback(self) -> None:
+        """Close a failed reload, so that the next one starts afresh."""
+        if self._reloading:
+            self._reloading = False
+            with self._context():
+                vllm_reload.rollback(self._model())
+
+    def _marked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self._elsewhere.zero_()
+            yield name, tensor
+
+    def _rehearsal(self) -> vllm_reload.StandIns | None:
+        """The stand-ins of a repacked model; None if its parameters can be written in place."""
+        if self._in_place is None:
+            model = self._model()
+            self._in_place = not vllm_reload.repacked(model)
+            self._stand_ins = None if self._in_place else vllm_reload.StandIns(model)
+        return self._stand_ins
+
+    def _alive(self) -> Any:
+        worker = self._worker()
+        if worker is None:
+            raise EngineStateError(f"this worker of {self.engine} was shut down")
+        return worker
+
+    def _model(self) -> torch.nn.Module:
+        model: torch.nn.Module = self._alive().get_model()
+        return model
+
+    @contextmanager
+    def _context(self) -> Iterator[None]:
+        """What vLLM's loaders expect of the thread that calls them."""
+        from vllm.config import set_current_vllm_config
+
+        worker = self._alive()
+        with ExitStack() as stack:
+            if worker.device.type == "cuda":
+                stack.enter_context(torch.cuda.device(worker.device))
+            stack.enter_context(set_current_vllm_config(worker.vllm_config))
+            stack.enter_context(torch.no_grad())
+            yield
+
+
+def _process_attention(model: torch.nn.Module, model_config: Any) -> None:
+    """What a reload does for attention layers: MLA derives weights from others, scales get their defaults.
+
+    Quantisation methods are left alone: where one changes weights after loading, the model is not loaded in place.
+    """
+    from vllm.model_executor.layers.attention import MMEncoderAttention
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    for layer in model.modules():
+        if isinstance(layer, (AttentionLayerBase, MMEncoderAttention)):
+            process = getattr(layer, "process_weights_after_loading", None)
+            if process is not None:
+                process(model_config.dtype)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+
+
+def _stream(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict: it cannot be iterated
+                yield name, opened.get_tensor(name)
