@@ -205,7 +205,7 @@ def split_weight_chunks(
     """
     packer = _Packer(bucket_bytes)
     for name, tensor in weights:
-        data = _bytes(tensor)
+        data = as_bytes(tensor)
         for _, meta in packer.place(name, tuple(tensor.shape), tensor.dtype):
             yield meta, data[meta.chunk_offset : meta.chunk_offset + meta.chunk_nbytes]
 
@@ -230,11 +230,11 @@ def merge_weight_chunks(
             pending, filled = meta, 0
         _check_next(pending, filled, meta, data)
         if meta.is_whole:
-            target = _bytes(data)
+            target = as_bytes(data)
         else:
             if not filled:
                 target = torch.empty(math.prod(meta.shape) * meta.dtype.itemsize, dtype=torch.uint8, device=data.device)
-            target[filled : filled + meta.chunk_nbytes] = _bytes(data)
+            target[filled : filled + meta.chunk_nbytes] = as_bytes(data)
         filled += meta.chunk_nbytes
         if filled == target.numel():
             done.add(meta.name)
@@ -263,8 +263,8 @@ def _check_next(first: TensorMeta, filled: int, meta: TensorMeta, data: torch.Te
         raise MismatchError(f"{place} came with {data.numel() * data.itemsize} bytes of data")
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of `tensor`, row-major, uint8 1-D: a view if it is contiguous."""
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor`, row-major, as uint8 `[nbytes]`: a view if it is contiguous, else a copy."""
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # `view(-1)` would keep an odd stride of a tensor of one or no elements, which no dtype view takes.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from wsync.errors import ConfigError, MismatchError
 from wsync.plan import Plan, TensorMeta, TensorSpec, merge_weight_chunks, split_weight_chunks
 
-settings.register_profile("chunks", deadline=None)
-settings.load_profile("chunks")
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 Chunk = tuple[TensorMeta, torch.Tensor]
 DTYPES = [

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from wsync.errors import ConfigError, MismatchError
 from wsync.plan import ALIGNMENT_BYTES, Owner, Plan, TensorSpec
 from wsync.regions import Region, uncovered
 
-settings.register_profile("plan", deadline=None)
-settings.load_profile("plan")
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
+ROOT = Path(__file__).resolve().parents[2]
 DTYPES = [
     torch.bool,
     torch.int8,
@@ -185,5 +187,7 @@ def test_fingerprint_is_of_the_layout_alone_and_the_same_in_another_process() ->
         "import torch; from wsync.plan import Plan, TensorSpec as S; print(Plan.pack([S(name='w', shape=(64, 3), "
         "dtype=torch.float32), S(name='v', shape=(5,), dtype=torch.bfloat16)], 512).fingerprint())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True, cwd=ROOT
+    )
     assert done.stdout.strip() == print_plan
