@@ -148,7 +148,7 @@ class WorkerEngine(ABC):
             self._ask("publish", {"version": version, "attempt": attempt}, deadline)
         except Exception as error:
             self._update = None
-            self._tear(f"version {version} could not be published: {error}")
+            self._tear(f"version {version} could not be published: {_first_line(error)}")
             raise
         self._version, self._torn, self._void = version, None, False
         self._attempt = self._update = None
@@ -160,17 +160,17 @@ class WorkerEngine(ABC):
             return
         try:
             self._settle(deadline)
-            replies = self._ask("abort", {"attempt": attempt}, deadline)
-            untouched = all(reply["state"] == "serving" and reply["version"] == self._version for reply in replies)
+            self._ask("abort", {"attempt": attempt}, deadline)
+            states = {(reply["state"], reply["version"]) for reply in self._ask("hello", {}, deadline)}
         except Exception as error:
-            self._tear(f"{reason}; and then a worker did not answer: {error}")
+            self._tear(f"{_first_line(reason)}; and then a worker did not answer: {_first_line(error)}")
             return
         self._update = None
-        if untouched:
+        if states == {("serving", self._version)}:
             self._attempt = None
             self.guard(self._reason_not_to_serve())
         else:
-            self._tear(reason)
+            self._tear(_first_line(reason))
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Stop generating. Raises `UnsupportedError` for a mode that the engine does not have."""
@@ -278,3 +278,8 @@ class WorkerEngine(ABC):
                 )
             answers.append(cast("Mapping[str, Any]", reply["ok"]))
         return answers
+
+
+def _first_line(words: object) -> str:
+    """Without the remote traceback that may follow."""
+    return str(words).partition("\n")[0]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from wsync.adapters.trainers.names import Source, held_tensors, sources
-from wsync.errors import EngineStateError, MismatchError, UnsupportedError
+from wsync.errors import EngineStateError, MismatchError, UnsupportedError, first_five
 from wsync.topology import Endpoint, local_endpoint
 
 _INDEX = "model.safetensors.index.json"
@@ -79,6 +79,10 @@ class HFLoader:
         """The checkpoint folder that the model was launched from, one tensor at a time; None if that is not known."""
         return None if self._checkpoint is None else self._stream(self._checkpoint)
 
+    def forget_launch_weights(self) -> None:
+        """The model no longer holds what `checkpoint` has."""
+        self._checkpoint = None
+
     def begin(self) -> None:
         """Nothing to prepare: weights are used as they lie."""
 
@@ -97,8 +101,10 @@ class HFLoader:
     def _hint(self, name: str, targets: Mapping[str, torch.Tensor]) -> str:
         if name not in targets:
             return ""
-        twins = [s.name for s in self._sources.values() if targets[s.parent] is targets[name]]
-        return f" of its own: it is tied to {twins[0]}" if twins else " in its checkpoint"
+        parts = [source for source in self._sources.values() if targets[source.parent] is targets[name]]
+        if parts and parts[0].parent != name:
+            return f" of its own: it is tied to {parts[0].name}"
+        return f" in its checkpoint; it takes {first_five([part.name for part in parts])}" if parts else ""
 
     def _stream(self, folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         from safetensors import safe_open

@@ -31,7 +31,7 @@ class FakeEngine(WorkerEngine):
             "hello": [{"version": 0, "state": "serving", "endpoint": None}] * 2,
             "update": [{"digests": {"a": 1}}, {"digests": {"a": 2}}],
             "publish": [{}, {}],
-            "abort": [{"state": "serving", "version": 0}] * 2,
+            "abort": [{}, {}],
             "describe": [{"manifest": "m0"}, {"manifest": "m1"}],
             "detach": [{}, {}],
         }
@@ -227,6 +227,7 @@ def test_no_begin_while_the_last_call_is_unanswered(engine: FakeEngine) -> None:
 
 def fail_update(engine: FakeEngine) -> None:
     engine.answers["update"] = [{"digests": {}}, {"error": ERROR}]
+    engine.version()
     engine.begin(1, "a", soon(), digest=False)
     with pytest.raises(PeerError, match="worker 1 of fake failed in 'update': ValueError: no room") as caught:
         engine.join(soon())
@@ -256,7 +257,10 @@ def test_abort_that_leaves_doubt_tears(engine: FakeEngine, answer: Any) -> None:
     fail_update(engine)
     if isinstance(answer, list) and isinstance(answer[0], str):
         answer = [wire.pack(word) for word in answer]
-    engine.answers["abort"] = answer
+    if isinstance(answer, Exception):
+        engine.answers["abort"] = answer
+    else:
+        engine.answers["hello"] = answer
     engine.abort("a", "bucket 3 was lost", soon())
     for refused in (engine.version, engine.resume):
         with pytest.raises(
@@ -270,7 +274,7 @@ def test_abort_that_leaves_doubt_tears(engine: FakeEngine, answer: Any) -> None:
 
 def test_a_torn_engine_serves_after_the_next_full_sync(engine: FakeEngine) -> None:
     fail_update(engine)
-    engine.answers["abort"] = [{"state": "torn", "version": 0}] * 2
+    engine.answers["hello"] = [{"state": "torn", "version": 0}] * 2
     engine.abort("a", "no room", soon())
     engine.answers["update"] = [{"digests": {}}] * 2
     engine.pause("wait", soon())
@@ -284,7 +288,7 @@ def test_a_torn_engine_is_not_healed_by_an_abort_that_touched_nothing(engine: Fa
     engine.begin(2, "b", soon(), digest=False)
     with pytest.raises(PeerError):
         engine.join(soon())
-    engine.answers["abort"] = [{"state": "serving", "version": 0}] * 2
+    engine.answers["abort"] = [{}, {}]
     engine.abort("b", "again", soon())
     with pytest.raises(EngineStateError, match="bucket 3 was lost"):
         engine.version()
