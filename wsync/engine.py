@@ -8,7 +8,10 @@ serving(v) --sleep(2)--> void: asleep, then awake without weights; only a full s
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, cast
+
+import torch
 
 from wsync import wire
 from wsync.background import Background
@@ -23,6 +26,10 @@ SLEEP_TAGS = ("weights", "kv_cache")
 
 _HELLO_TIMEOUT_S = 60.0
 """Longest wait, in seconds, for a worker to say who it is: these calls come without a deadline."""
+
+
+_READ_BYTES = 32 << 20
+"""Most bytes of a tensor in one answer to `read`."""
 
 
 class WorkerEngine(ABC):
@@ -149,6 +156,8 @@ class WorkerEngine(ABC):
         except Exception as error:
             self._update = None
             self._tear(f"version {version} could not be published: {_first_line(error)}")
+            with suppress(WsyncError):  # one that does not hear it stays in this attempt, and refuses the next
+                self._ask("abort", {"attempt": attempt}, deadline)
             raise
         self._version, self._torn, self._void = version, None, False
         self._attempt = self._update = None
@@ -160,8 +169,8 @@ class WorkerEngine(ABC):
             return
         try:
             self._settle(deadline)
-            self._ask("abort", {"attempt": attempt}, deadline)
-            states = {(reply["state"], reply["version"]) for reply in self._ask("hello", {}, deadline)}
+            replies = self._ask("abort", {"attempt": attempt}, deadline)
+            states = {(reply["state"], reply["version"]) for reply in replies}
         except Exception as error:
             self._tear(f"{_first_line(reason)}; and then a worker did not answer: {_first_line(error)}")
             return
@@ -218,6 +227,24 @@ class WorkerEngine(ABC):
         if self._resume_at_wake and not self._asleep:
             self._resume_at_wake = False
             self.on_resume()
+
+    def read(self, name: str, deadline: Deadline | None = None) -> Sequence[torch.Tensor]:
+        """The live parameter or buffer `name` (the engine's own name) of every worker, copied to the host.
+
+        For tests and doubts: it is slow. Raises `PeerError` if there is no such tensor.
+        """
+        self._require_weights(f"show {name}")
+        parts: list[list[bytes]] = []
+        start = 0
+        while True:
+            message = {"name": name, "start": start, "count": _READ_BYTES}
+            replies = self._ask("read", message, deadline or Deadline.after(_HELLO_TIMEOUT_S))
+            parts.append([reply["data"] for reply in replies])
+            start += _READ_BYTES
+            if all(start >= reply["nbytes"] for reply in replies):
+                break
+        whole = [bytearray(b"".join(pieces)) for pieces in zip(*parts, strict=True)]
+        return [_tensor(data, reply["dtype"], reply["shape"]) for data, reply in zip(whole, replies, strict=True)]
 
     def close(self) -> None:
         """Let the workers drop their receivers. The engine itself stays. Never raises."""
@@ -283,3 +310,9 @@ class WorkerEngine(ABC):
 def _first_line(words: object) -> str:
     """Without the remote traceback that may follow."""
     return str(words).partition("\n")[0]
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    if not data:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))

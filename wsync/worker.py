@@ -7,7 +7,8 @@
     attach    plan, ticket, first_index, timeout_s
     update    version, attempt, timeout_s, digest  digests, nbytes, replayed, through_loader, seconds
     publish   version, attempt                     version
-    abort     attempt                              state
+    abort     attempt                              state, version
+    read      name, start, count                   dtype, shape, nbytes, data
     detach
 """
 
@@ -27,7 +28,7 @@ from wsync.errors import EngineStateError, MismatchError, ProtocolError, first_f
 from wsync.launch import check_launch_weights
 from wsync.loadplan import LoadPlan, Write
 from wsync.manifest import declared_dtypes, manifest
-from wsync.plan import Bucket, Plan, TensorSpec
+from wsync.plan import Bucket, Plan, TensorSpec, as_bytes
 from wsync.protocols import Loader, Manifest, Receiver, Ticket, Transport
 from wsync.record import record, writable
 from wsync.replay import Arrivals, Replay, Routine
@@ -92,6 +93,7 @@ class Worker:
             "update": self._update,
             "publish": self._publish,
             "abort": self._abort,
+            "read": self._read,
             "detach": self._detach,
         }
 
@@ -250,7 +252,23 @@ class Worker:
 
     def _abort(self, message: Message) -> Message:
         """A running update finds out at its next bucket, and rolls back on its own thread."""
-        return {"state": self._states.abort(str(message["attempt"])).kind}
+        state = self._states.abort(str(message["attempt"]))
+        return {"state": state.kind, "version": state.version}
+
+    def _read(self, message: Message) -> Message:
+        """Bytes `start .. start + count` of a live parameter or buffer, by the engine's own name."""
+        name, start, count = str(message["name"]), int(message["start"]), int(message["count"])
+        targets = self._loader.targets()
+        if name not in targets:
+            raise MismatchError(f"{self._loader.engine} has no tensor {name!r}; it has {first_five(sorted(targets))}")
+        tensor = targets[name]
+        data = as_bytes(tensor)
+        return {
+            "dtype": tensor.dtype,
+            "shape": tuple(tensor.shape),
+            "nbytes": data.numel(),
+            "data": data[start : start + count].cpu().numpy().tobytes(),
+        }
 
 
 class _Digests:
