@@ -83,7 +83,9 @@ class Findings:
     """Sources that are written to a tensor that is no target."""
 
     private: set[str] = field(default_factory=set)
-    touched: set[str] = field(default_factory=set)
+    written: set[str] = field(default_factory=set)
+    """Sources that some write depends on."""
+
     dtypes: dict[str, set[torch.dtype]] = field(default_factory=dict)
     always_call: bool = False
 
@@ -170,10 +172,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_use(self, inputs: Iterable[torch.Tensor]) -> None:
         for tensor in inputs:
             source = self._sources.get(storage_of(tensor)) if tensor.layout == torch.strided else None
-            if source is not None:
-                self.found.touched.add(source)
-                if source != self.current:
-                    self.found.private.add(source)
+            if source is not None and source != self.current:
+                self.found.private.add(source)
 
     def _note_read(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -243,6 +243,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if regions is None:
             return False
         self.found.writes.append(Copy(source=plain.source, src=regions[0], target=name, dst=regions[1]))
+        self.found.written.add(plain.source)
         self.found.uses.setdefault(plain.source, []).append(regions[0])
         self.found.dtypes.setdefault(plain.source, set()).add(target.dtype)
         return True
@@ -305,6 +306,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         sources = origin.sources | frozenset({self.current} if self.current is not None else ())
         self.found.writes.append(Cover(target=name, dst=region, sources=sources, reads=origin.reads))
+        self.found.written |= sources
         for source in sources:
             self.found.reasons.setdefault(source, f"the loader computes {name} from it ({func})")
             self.found.dtypes.setdefault(source, set()).add(target.dtype)

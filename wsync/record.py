@@ -64,9 +64,10 @@ class _DryRun:
 
     def run(self, context: AbstractContextManager[None]) -> list[str]:
         """Offer every source. Returns a sentence for each that was refused."""
-        problems: list[str] = []
-        pending = list(self.sources)
         found = self.recorder.found
+        problems: list[str] = []
+        postponed: list[str] = []
+        pending = list(self.sources)
         one_by_one = False
         with context, _no_rebinding(self.recorder):
             while pending:
@@ -79,14 +80,14 @@ class _DryRun:
                 # A loader that collects its input first fails when it has all of it: then ask one at a time.
                 collected = self.recorder.current is None and len(handed) > 1
                 culprits = found.unfollowed - known or set(handed[-1:] if not collected else ())
-                problems += self._judge(error, culprits)
+                idle = [name for name in handed if name not in found.written and name not in culprits]
+                one_by_one = one_by_one or (collected and bool(idle))
+                (postponed if collected and idle else problems).extend(self._judge(error, culprits))
                 if not handed:
                     break  # the loader fails without any tensor
-                idle = [name for name in handed if name not in found.touched and name not in culprits]
-                one_by_one = one_by_one or (collected and bool(idle))
                 again = idle if collected else [name for name in idle if name == handed[-1]]
                 pending = again + batch[len(handed) :] + pending
-        return problems
+        return problems or (postponed if not found.unfollowed else [])
 
     def _offer(self, names: Sequence[str], handed: list[str]) -> Exception | None:
         try:
@@ -115,11 +116,15 @@ class _DryRun:
                     f"{names}: {self.loader.engine} puts other memory under the live tensor {cause}; "
                     f"addresses must stay, so an in-place loader is needed"
                 ]
-            if culprits and (isinstance(cause, NeedsValue) or "meta" in str(cause).lower()):
+            if culprits and (isinstance(cause, NeedsValue) or any(word in str(cause).lower() for word in _NO_BYTES)):
                 for name in culprits:
                     found.reasons.setdefault(name, f"the loader needs its bytes ({_line(cause)})")
                 return []
         return [f"{names}: {self.loader.engine} refuses it ({type(error).__name__}: {_line(error)})"]
+
+
+_NO_BYTES = ("meta", "unallocated storage")
+"""Words of PyTorch's messages when something below the dispatcher asks a meta tensor for its bytes."""
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -193,8 +198,8 @@ def _settle(
     for write in found.writes:
         if isinstance(write, Cover) and write.reads:
             _spread(found.writes, write, reasons)
-    always_call |= any(isinstance(write, Fill) and write.source is None for write in found.writes)
     fills = _order(found.writes, reasons)
+    always_call |= any(isinstance(write, Fill) and write not in fills for write in found.writes)
     refused = found.unfollowed - reasons.keys()
     writes = [_final(write, reasons, fills) for write in found.writes]
     return LoadPlan(
@@ -235,7 +240,7 @@ def _depends_on(write: Write, refused: set[str]) -> bool:
 
 def _final(write: Write, reasons: Mapping[str, str], fills: Mapping[Fill, bool]) -> Write:
     """Writes of sources that go through the loader only count for coverage."""
-    if isinstance(write, Fill) and write.source is not None and write.source not in reasons:
+    if isinstance(write, Fill) and write in fills and write.source not in reasons:
         return replace(write, last=fills[write])
     if isinstance(write, Cover) or (isinstance(write, Copy) and write.source not in reasons):
         return write
@@ -245,10 +250,10 @@ def _final(write: Write, reasons: Mapping[str, str], fills: Mapping[Fill, bool])
 def _order(writes: Sequence[Write], reasons: dict[str, str]) -> dict[Fill, bool]:
     """Where buckets may arrive in another order than the loader's, order must not matter.
 
-    Copies that overlap go through the loader. A fill may come before or after all copies that it overlaps.
+    Copies that overlap go through the loader. A fill may come before or after all writes that it overlaps.
 
     Returns:
-        For each fill whether it comes after the copies.
+        For each such fill whether it comes after them; one between them is absent.
     """
     by_target: dict[str, list[tuple[int, Write]]] = defaultdict(list)
     for index, write in enumerate(writes):
@@ -261,8 +266,10 @@ def _order(writes: Sequence[Write], reasons: dict[str, str]) -> dict[Fill, bool]
         for index, write in items:
             rivals = [(i, w) for i, w in items if i != index and _overlap(w.dst, write.dst)]
             if isinstance(write, Fill):
-                last[write] = all(i < index for i, _ in rivals)
-                rivals = [] if last[write] or all(i > index for i, _ in rivals) else rivals
+                after = [index > i for i, _ in rivals]
+                if all(after) or not any(after):
+                    last[write] = all(after)
+                    continue
             else:
                 rivals = [(i, w) for i, w in rivals if not isinstance(w, Fill)]
             for source in frozenset[str]().union(*(_sources(w) for _, w in rivals), _sources(write) if rivals else ()):
