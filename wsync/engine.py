@@ -169,8 +169,8 @@ class WorkerEngine(ABC):
             return
         try:
             self._settle(deadline)
-            replies = self._ask("abort", {"attempt": attempt}, deadline)
-            states = {(reply["state"], reply["version"]) for reply in replies}
+            self._ask("abort", {"attempt": attempt}, deadline)
+            states = {(reply["state"], reply["version"]) for reply in self._ask("hello", {}, deadline)}
         except Exception as error:
             self._tear(f"{_first_line(reason)}; and then a worker did not answer: {_first_line(error)}")
             return

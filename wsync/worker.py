@@ -7,7 +7,7 @@
     attach    plan, ticket, first_index, timeout_s
     update    version, attempt, timeout_s, digest  digests, nbytes, replayed, through_loader, seconds
     publish   version, attempt                     version
-    abort     attempt                              state, version
+    abort     attempt                              state
     read      name, start, count                   dtype, shape, nbytes, data
     detach
 """
@@ -252,8 +252,7 @@ class Worker:
 
     def _abort(self, message: Message) -> Message:
         """A running update finds out at its next bucket, and rolls back on its own thread."""
-        state = self._states.abort(str(message["attempt"]))
-        return {"state": state.kind, "version": state.version}
+        return {"state": self._states.abort(str(message["attempt"])).kind}
 
     def _read(self, message: Message) -> Message:
         """Bytes `start .. start + count` of a live parameter or buffer, by the engine's own name."""
