@@ -37,13 +37,15 @@ from wsync.state import State, StateMachine
 Message = Mapping[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Line:
     """What `attach` made: where buckets come from and what is done with them."""
 
     plan: Plan
     routine: Routine
     receiver: Receiver
+    failed: bool = False
+    """Not used any more, but open until `detach`, so that the sender can read why."""
 
 
 @dataclass(slots=True)
@@ -181,14 +183,14 @@ class Worker:
     def _update(self, message: Message) -> Message:
         version, attempt = int(message["version"]), str(message["attempt"])
         line = self._line
-        if line is None:
+        if line is None or line.failed:
             raise EngineStateError(f"no sender is attached; attach before version {version}")
         self._states.begin(version, attempt)
         try:
             digests = _Digests(line.plan) if message["digest"] else None
             return self._take(line, attempt, Deadline.after(float(message["timeout_s"])), digests)
         except Exception as error:
-            self._line = None
+            line.failed = True
             self._fail(line, attempt, f"{type(error).__name__}: {error}")
             raise
 

@@ -1,0 +1,391 @@
+"""A worker behind real transports: what it answers, what it holds after each failure, and that it can go on."""
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.toy_loader import Place, ToyLoader, checkpoint, specs_of
+from wsync import registry, wire
+from wsync.deadline import Deadline
+from wsync.digest import digest, word_bytes
+from wsync.errors import PeerError
+from wsync.plan import Plan
+from wsync.protocols import Manifest, Sender
+from wsync.state import State
+from wsync.worker import Worker
+
+TIMEOUT_S = 20.0
+Message = Mapping[str, Any]
+
+
+class Failed(Exception):
+    """A worker's error reply."""
+
+
+class Rig:
+    """One worker, the sender it reads from, and a thread for its blocking calls."""
+
+    def __init__(self, loader: ToyLoader, transport: str = "inproc", rank: int = 0) -> None:
+        self.loader, self.transport = loader, transport
+        self.states: list[State] = []
+        self.worker = Worker(loader, rank=rank, on_state=self.states.append)
+        self.pool = ThreadPoolExecutor(2)
+        self.sender: Sender | None = None
+        self.plan = Plan.pack([], 4096)
+
+    def ask(self, method: str, **message: object) -> Message:
+        reply = wire.unpack(self.worker.handle(method, wire.pack(message)))
+        assert isinstance(reply, dict)
+        if "error" in reply:
+            assert set(reply["error"]) == {"type", "message", "traceback"}
+            raise Failed(f"{reply['error']['type']}: {reply['error']['message']}")
+        answer: Message = reply["ok"]
+        return answer
+
+    def attach(self, weights: Mapping[str, torch.Tensor], bucket_bytes: int = 1024, first_index: int = 0) -> None:
+        self.close_sender()
+        self.plan = Plan.pack(specs_of(weights), bucket_bytes)
+        chosen = registry.transport(self.transport)
+        receivers = first_index + 1
+        self.sender = chosen.sender(slot_bytes=self.plan.capacity, num_slots=2, receivers=receivers, generation=1)
+        message = {"plan": self.plan, "ticket": self.sender.ticket(), "first_index": 0, "timeout_s": TIMEOUT_S}
+        asked = self.pool.submit(self.ask, "attach", **message)
+        self.sender.accept(Deadline.after(TIMEOUT_S))
+        asked.result(TIMEOUT_S)
+
+    def update(self, version: int, attempt: str, *, digest: bool = False) -> "Future[Message]":
+        message = {"version": version, "attempt": attempt, "timeout_s": TIMEOUT_S, "digest": digest}
+        return self.pool.submit(self.ask, "update", **message)
+
+    def send(self, weights: Mapping[str, torch.Tensor], count: int | None = None) -> None:
+        assert self.sender is not None
+        for bucket in self.plan.buckets[:count]:
+            slot = self.sender.acquire(Deadline.after(TIMEOUT_S))
+            for meta, view in bucket.views(slot):
+                source = weights[meta.name]
+                view.copy_(source if meta.is_whole else meta.elements.view(source.reshape(-1)))
+            self.sender.commit(bucket)
+        self.sender.drain(Deadline.after(TIMEOUT_S))
+
+    def sync(self, weights: Mapping[str, torch.Tensor], version: int, attempt: str) -> Message:
+        updating = self.update(version, attempt)
+        self.send(weights)
+        answer = updating.result(TIMEOUT_S)
+        assert self.ask("publish", version=version, attempt=attempt) == {"version": version}
+        return answer
+
+    def close_sender(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
+
+    def close(self) -> None:
+        self.close_sender()
+        self.ask("detach")
+        self.pool.shutdown()
+
+
+@contextmanager
+def rig(loader: ToyLoader | None = None, transport: str = "inproc") -> Iterator[Rig]:
+    made = Rig(loader or ToyLoader(), transport)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def assert_holds(loader: ToyLoader, weights: Mapping[str, torch.Tensor]) -> None:
+    direct = type(loader)(loader.rank, loader.tp, loader.model.norm.dtype)
+    direct.load_weights((name, tensor.clone()) for name, tensor in weights.items())
+    for name, parameter in direct.model.named_parameters():
+        assert torch.equal(parameter, loader.targets()[name]), name
+
+
+def test_hello_and_describe() -> None:
+    with rig() as r:
+        hello = r.ask("hello")
+        assert (hello["engine"], hello["version"], hello["state"]) == ("toy 1.0", 0, "serving")
+        assert hello["endpoint"] == r.loader.endpoint()
+        answer = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
+        assert isinstance(answer, Manifest)
+        assert (answer.problems, answer.replayed, answer.verified[:10]) == ((), 10, "unverified")
+
+
+def test_describe_declares_the_engines_dtypes_and_checks_the_launch_weights() -> None:
+    loader = ToyLoader(dtype=torch.bfloat16)
+    loader.launched = checkpoint(2)
+    loader.load_weights(loader.launched.items())
+    with rig(loader) as r:
+        answer = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
+        assert set(answer.dtypes.values()) == {torch.bfloat16}
+        assert answer.verified == "verified: 10 of 10 tensors against the launch weights"
+        assert answer.problems == ()
+        loader.model.norm.data.add_(1)
+        again = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
+        assert again.problems == (), "what was verified holds on; later syncs change the bytes"
+
+
+def test_a_repacked_parameter_is_a_problem_unless_the_weights_are_gone_anyway() -> None:
+    loader = ToyLoader()
+    loader.launched = checkpoint(2)
+    with rig(loader) as r:
+        void = r.ask("describe", specs=specs_of(checkpoint(1)), void=True)["manifest"]
+        assert (void.problems, void.verified[:10]) == ((), "unverified")
+        answer = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
+        assert sum("its live bytes are not" in problem for problem in answer.problems) == 7
+
+
+def test_a_cast_that_a_loader_does_itself_is_a_copy_once_the_dtype_is_declared() -> None:
+    class Casting(ToyLoader):
+        def direct(self, param: torch.Tensor, weight: torch.Tensor) -> None:
+            super().direct(param, weight.to(param.dtype))
+
+    with rig(Casting(dtype=torch.bfloat16)) as r:
+        answer = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
+        assert answer.through_loader == {}
+        assert answer.dtypes["norm.weight"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+def test_three_syncs_in_a_row(transport: str) -> None:
+    with rig(ToyLoader(1, 2), transport) as r:
+        r.attach(checkpoint(0))
+        pointers = [tensor.data_ptr() for tensor in r.loader.targets().values()]
+        for version in (1, 2, 5):
+            answer = r.sync(checkpoint(version), version, f"attempt {version}")
+            assert_holds(r.loader, checkpoint(version))
+            assert (answer["replayed"], answer["through_loader"], answer["digests"]) == (10, 0, {})
+            assert answer["nbytes"] == r.plan.nbytes
+            assert set(answer["seconds"]) == {"begin", "wait", "load", "finish"}
+            assert r.worker.state == State(version=version)
+        assert r.loader.calls == ["begin", "finish"] * 3
+        assert [tensor.data_ptr() for tensor in r.loader.targets().values()] == pointers
+        assert [state.kind for state in r.states] == ["updating", "loaded", "serving"] * 3
+
+
+def test_digests_are_those_of_the_bytes_sent() -> None:
+    weights = checkpoint(3)
+    with rig() as r:
+        r.attach(weights, bucket_bytes=256)
+        updating = r.update(1, "a", digest=True)
+        r.send(weights)
+        digests = updating.result(TIMEOUT_S)["digests"]
+        expected = {s.name: digest(weights[s.name], word_bytes=word_bytes(s)) for s in r.plan.specs}
+        assert digests == expected
+
+
+def test_a_sender_that_closes_before_the_first_bucket_leaves_the_old_version() -> None:
+    with rig() as r:
+        r.attach(checkpoint(0))
+        r.sync(checkpoint(1), 1, "a")
+        updating = r.update(2, "b")
+        r.close_sender()
+        with pytest.raises(Failed, match="PeerError"):
+            updating.result(TIMEOUT_S)
+        assert r.ask("abort", attempt="b") == {"state": "serving"}
+        assert r.worker.state == State(version=1)
+        assert_holds(r.loader, checkpoint(1))
+        r.attach(checkpoint(0))
+        r.sync(checkpoint(2), 2, "c")
+        assert_holds(r.loader, checkpoint(2))
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+def test_a_sender_that_closes_in_the_middle_leaves_the_worker_torn_until_a_full_sync(transport: str) -> None:
+    with rig(transport=transport) as r:
+        r.attach(checkpoint(0))
+        updating = r.update(1, "a")
+        r.send(checkpoint(1), count=2)
+        r.close_sender()
+        with pytest.raises(Failed, match="PeerError"):
+            updating.result(TIMEOUT_S)
+        assert r.loader.calls == ["begin", "rollback"]
+        hello = r.ask("hello")
+        assert (hello["state"], hello["version"]) == ("torn", 0)
+        assert "PeerError" in hello["reason"]
+        with pytest.raises(Failed, match="attach before version 2"):
+            r.update(2, "b").result(TIMEOUT_S)
+        r.attach(checkpoint(0))
+        r.sync(checkpoint(2), 2, "c")
+        assert r.worker.state == State(version=2)
+        assert_holds(r.loader, checkpoint(2))
+
+
+class Breaking(ToyLoader):
+    """Sends one tensor through its loader, which may raise; `finish` and `rollback` may raise too."""
+
+    broken = ""
+
+    def places(self) -> dict[str, Place]:
+        def norm(weight: torch.Tensor) -> None:
+            if self.broken == "load" and weight.device.type != "meta":
+                raise ValueError("no room for the norm")
+            self.direct(self.model.norm, weight * 2)
+
+        return {**super().places(), "norm.weight": norm}
+
+    def begin(self) -> None:
+        super().begin()
+        if self.broken == "begin":
+            raise ValueError("not now")
+
+    def finish(self) -> None:
+        super().finish()
+        if self.broken == "finish":
+            raise ValueError("a layer is incomplete")
+
+    def rollback(self) -> None:
+        super().rollback()
+        if self.broken == "rollback":
+            raise ValueError("cannot roll back")
+
+
+def test_a_loader_that_fails_tells_the_sender_with_its_traceback() -> None:
+    loader = Breaking()
+    with rig(loader) as r:
+        r.attach(checkpoint(0))
+        loader.broken = "load"
+        updating = r.update(1, "a")
+        with pytest.raises(PeerError, match="no room for the norm") as caught:
+            r.send(checkpoint(1))
+        assert "in norm" in caught.value.remote_traceback
+        with pytest.raises(Failed, match="ValueError: no room for the norm"):
+            updating.result(TIMEOUT_S)
+        assert r.worker.state.kind == "torn"
+        loader.broken = ""
+        r.attach(checkpoint(0))
+        answer = r.sync(checkpoint(2), 2, "b")
+        assert answer["through_loader"] == 1
+        assert_holds(loader, checkpoint(2))
+
+
+@pytest.mark.parametrize(("broken", "state"), [("begin", "serving"), ("finish", "torn")])
+def test_failures_of_begin_and_finish(broken: str, state: str) -> None:
+    loader = Breaking()
+    with rig(loader) as r:
+        r.attach(checkpoint(0))
+        loader.broken = broken
+        updating = r.update(1, "a")
+        if broken == "finish":
+            r.send(checkpoint(1))
+        with pytest.raises(Failed, match="ValueError"):
+            updating.result(TIMEOUT_S)
+        assert r.worker.state.kind == state
+        assert r.loader.calls[-1] == "rollback"
+
+
+def test_a_failed_rollback_leaves_the_worker_torn_though_nothing_was_written() -> None:
+    loader = Breaking()
+    with rig(loader) as r:
+        r.attach(checkpoint(0))
+        loader.broken = "rollback"
+        updating = r.update(1, "a")
+        r.close_sender()
+        with pytest.raises(Failed, match="cannot roll back"):
+            updating.result(TIMEOUT_S)
+        assert r.worker.state.kind == "torn"
+        assert "its rollback failed" in r.worker.state.reason
+
+
+def test_versions_only_grow_and_attempts_are_fenced() -> None:
+    with rig() as r:
+        r.attach(checkpoint(0))
+        r.sync(checkpoint(1), 3, "a")
+        with pytest.raises(Failed, match="version 3 is not newer than version 3"):
+            r.update(3, "b").result(TIMEOUT_S)
+        r.ask("abort", attempt="c")
+        with pytest.raises(Failed, match="attempt c at version 4 was ended before it began"):
+            r.update(4, "c").result(TIMEOUT_S)
+        with pytest.raises(Failed, match="attempt a is over"):
+            r.ask("publish", version=3, attempt="a")
+        updating = r.update(4, "d")
+        r.send(checkpoint(2))
+        updating.result(TIMEOUT_S)
+        with pytest.raises(Failed, match="attempt d cannot publish version 5"):
+            r.ask("publish", version=5, attempt="d")
+        with pytest.raises(Failed, match="cannot describe its parameters until that attempt is over"):
+            r.ask("describe", specs=[])
+        assert r.ask("abort", attempt="d") == {"state": "torn"}, "loaded, and not to be published"
+        with pytest.raises(Failed, match="attempt d is over"):
+            r.ask("publish", version=4, attempt="d")
+
+
+def test_an_abort_while_the_update_runs_ends_it_at_its_next_bucket() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    class Slow(ToyLoader):
+        def places(self) -> dict[str, Place]:
+            def norm(weight: torch.Tensor) -> None:
+                if weight.device.type != "meta":
+                    entered.set()
+                    assert go_on.wait(TIMEOUT_S)
+                self.direct(self.model.norm, weight * 1)
+
+            return {**super().places(), "norm.weight": norm}
+
+    weights = {"norm.weight": checkpoint(1)["norm.weight"], **checkpoint(1)}
+    with rig(Slow()) as r:
+        r.attach(weights, bucket_bytes=256)
+        updating = r.update(1, "a")
+        sending = r.pool.submit(r.send, weights)
+        assert entered.wait(TIMEOUT_S)
+        assert r.ask("abort", attempt="a") == {"state": "updating"}
+        with pytest.raises(Failed, match="is loading version 1 and cannot begin version 2"):
+            r.ask("update", version=2, attempt="b", timeout_s=1.0, digest=False)
+        go_on.set()
+        with pytest.raises(Failed, match="attempt a is over"):
+            updating.result(TIMEOUT_S)
+        with pytest.raises(PeerError, match="attempt a is over"):
+            sending.result(TIMEOUT_S)
+        assert r.worker.state.kind == "torn"
+
+
+def test_attach_follows_a_plan_in_dtypes_that_were_not_described() -> None:
+    wire_weights = checkpoint(1, torch.bfloat16)
+    with rig(ToyLoader()) as r:
+        r.ask("describe", specs=specs_of(checkpoint(1)))
+        r.attach(wire_weights)
+        r.sync(wire_weights, 1, "a")
+        assert_holds(r.loader, wire_weights)
+
+
+def test_attach_refuses_a_plan_that_the_loader_does_not_take() -> None:
+    with rig() as r:
+        specs = [replace(spec, name=spec.name + "x") for spec in specs_of(checkpoint(1))]
+        plan = Plan.pack(specs, 4096)
+        sender = registry.transport("inproc").sender(slot_bytes=4096, num_slots=1, receivers=1, generation=1)
+        with pytest.raises(Failed, match=r"MismatchError: toy 1.0 does not take this plan: embed.weightx"):
+            r.ask("attach", plan=plan, ticket=sender.ticket(), first_index=0, timeout_s=1.0)
+        sender.close()
+
+
+def test_each_worker_connects_under_its_own_index() -> None:
+    rigs = [Rig(ToyLoader(rank, 2), rank=rank) for rank in range(2)]
+    weights = checkpoint(4)
+    plan = Plan.pack(specs_of(weights), 1024)
+    sender = registry.transport("inproc").sender(slot_bytes=plan.capacity, num_slots=2, receivers=2, generation=1)
+    for r in rigs:
+        r.ask("attach", plan=plan, ticket=sender.ticket(), first_index=0, timeout_s=TIMEOUT_S)
+        r.sender, r.plan = sender, plan
+    sender.accept(Deadline.after(TIMEOUT_S))
+    updates = [r.update(1, "a") for r in rigs]
+    rigs[0].send(weights)
+    for r, updating in zip(rigs, updates, strict=True):
+        updating.result(TIMEOUT_S)
+        assert_holds(r.loader, weights)
+        r.close()
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", wire.pack([1, 2]), wire.pack({})])
+@pytest.mark.parametrize("method", ["update", "attach", "describe", "publish", "abort", "no such method"])
+def test_a_bad_frame_is_an_error_reply(method: str, payload: bytes) -> None:
+    worker = Worker(ToyLoader())
+    reply = wire.unpack(worker.handle(method, payload))
+    assert isinstance(reply, dict)
+    assert set(reply) == {"error"}
+    assert worker.state == State()
