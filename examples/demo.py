@@ -11,6 +11,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -58,7 +59,8 @@ def run(engine_name: str, steps: int, folder: Path) -> bool:
         before = engine.generate(PROMPTS, NEW_TOKENS) if engine else []
         train(actor, steps)
         report = wsync.sync(actor, engine.handle if engine else None, config=wsync.SyncConfig(verify="digest"))
-        expected = get_model_state_dict(actor, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        everything = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        expected = cast("dict[str, torch.Tensor]", get_model_state_dict(actor, options=everything))
         ok = engine is None or prove(engine, before, expected, report)
     finally:
         if engine is not None:

@@ -4,18 +4,22 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 Tensors = Mapping[str, torch.Tensor]
 
+_TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_")
+
 
 class DemoEngine(Protocol):
     """What the demo needs of an engine."""
 
-    handle: object
-    """What is passed to `wsync.sync`."""
+    @property
+    def handle(self) -> object:
+        """What is passed to `wsync.sync`."""
+        ...
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         """Greedy tokens after each prompt."""
@@ -41,17 +45,21 @@ class HFDemoEngine:
     def __init__(self, folder: Path) -> None:
         from wsync.adapters.engines.hf import HFEngine
 
-        self.handle = HFEngine.launch(folder, dtype=torch.float32)
+        self._engine = HFEngine.launch(folder, dtype=torch.float32)
+
+    @property
+    def handle(self) -> object:
+        return self._engine
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        return self.handle.generate(prompts, max_new_tokens=new_tokens)
+        return self._engine.generate(prompts, max_new_tokens=new_tokens)
 
     def tensors(self, expected: Tensors) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         for name, tensor in expected.items():
-            yield name, self.handle.read(name)[0], tensor
+            yield name, self._engine.read(name)[0], tensor
 
     def close(self) -> None:
-        self.handle.shutdown()
+        self._engine.shutdown()
 
 
 class VLLMDemoEngine:
@@ -61,38 +69,43 @@ class VLLMDemoEngine:
         import vllm
 
         with without_torchrun():
-            self.handle = vllm.LLM(
+            self._llm = vllm.LLM(
                 str(folder),
                 dtype="float32",
                 enforce_eager=True,
                 max_model_len=128,
                 kv_cache_memory_bytes=64 << 20,
                 skip_tokenizer_init=True,
-                worker_extension_cls="wsync.adapters.engines.vllm_worker.WorkerExtension",
+                worker_extension_cls="examples.vllm_plain_weights.PlainWeights",
             )
+
+    @property
+    def handle(self) -> object:
+        return self._llm
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
         import vllm
 
         greedy = vllm.SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-        outputs = self.handle.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
+        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], greedy, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     def tensors(self, expected: Tensors) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         from wsync.adapters.engines.vllm import VLLMEngine
 
-        engine = VLLMEngine(self.handle)
+        engine = VLLMEngine(self._llm)
         for name, tensor in fused(expected).items():
             yield name, engine.read(name)[0], tensor
 
     def close(self) -> None:
-        del self.handle
+        self._llm.llm_engine.engine_core.shutdown()
 
 
 def fused(state: Tensors) -> dict[str, torch.Tensor]:
     """A Llama state dict as vLLM keeps it on one worker: q, k and v in one tensor, gate and up in another."""
     parts: dict[str, list[torch.Tensor]] = {}
-    groups = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+    groups = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
+    groups |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
     for name, tensor in state.items():
         *path, leaf, kind = name.split(".")
         parts.setdefault(".".join([*path, groups.get(leaf, leaf), kind]), []).append(tensor)
@@ -102,12 +115,19 @@ def fused(state: Tensors) -> dict[str, torch.Tensor]:
 @contextmanager
 def without_torchrun() -> Iterator[None]:
     """Hide torchrun's variables while the engine starts: its processes are not ranks of the trainer."""
-    names = [n for n in os.environ if n.startswith(("TORCHELASTIC_", "MASTER_")) or n in _RANK_VARIABLES]
-    kept: dict[str, Any] = {name: os.environ.pop(name) for name in names}
+    kept = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith(_TORCHRUN_PREFIXES)}
     try:
         yield
     finally:
         os.environ.update(kept)
 
 
-_RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE"}
+_RANK_VARIABLES = {
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "GROUP_WORLD_SIZE",
+}

@@ -102,7 +102,8 @@ class Session:
             self._closed = True
             self._detach()
             for engine in self.engines:
-                engine.close()
+                with suppress(ReferenceError):  # held weakly, and gone
+                    engine.close()
             self._group.close()
 
     def __enter__(self) -> "Session":
