@@ -7,7 +7,7 @@ without bytes (`.item()`, numpy, branching on a value) raises `NeedsValue`, and 
 other memory raises `Rebinds`: in both cases before anything has changed.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
@@ -69,6 +69,14 @@ class Plain:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class _Live:
+    name: str
+    tensor: torch.Tensor
+    begin: int
+    end: int
+
+
 @dataclass(slots=True)
 class Findings:
     """What a recorder saw, in the order in which it happened."""
@@ -99,9 +107,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.current: str | None = None
         self._sources = {storage_of(tensor): name for name, tensor in sources.items()}
         self._dtypes = {name: tensor.dtype for name, tensor in sources.items()}
-        self._live: dict[int, list[tuple[str, torch.Tensor]]] = {}
+        self._live: dict[int, list[_Live]] = {}
         for name, tensor in sorted(targets.items(), key=lambda item: -item[1].numel()):
-            self._live.setdefault(storage_of(tensor), []).append((name, tensor))
+            self._live.setdefault(storage_of(tensor), []).append(_Live(name, tensor, *_extent(tensor)))
         self._origins: dict[int, Origin] = {}
         self._clones: dict[int, tuple[Plain, torch.Tensor]] = {}  # kept alive: a storage is known by its address
         self._edited: set[str] = set()
@@ -113,18 +121,23 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def target_of(self, tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
         """The target whose memory holds all of `tensor`."""
         low, high = _extent(tensor)
-        for name, target in self._live.get(storage_of(tensor), ()):
-            begin, end = _extent(target)
-            if begin <= low and high <= end and target.dtype.itemsize == tensor.dtype.itemsize:
-                return name, target
+        for live in self._live.get(storage_of(tensor), ()):
+            if live.begin <= low and high <= live.end and live.tensor.dtype.itemsize == tensor.dtype.itemsize:
+                return live.name, live.tensor
         return None
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first operator would import the compiler, for seconds, only to keep it away from here
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
         self._note_use(inputs)
+        if func.is_view:
+            return func(*args, **kwargs)
         if func is aten.copy_.default:
             return self._copy(args[0], args[1], func, args, kwargs)
         if func is aten._foreach_copy_.default:
@@ -146,7 +159,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Origin(frozenset({self._sources[key]}))
         if key in self._live:
             found = self.target_of(tensor)
-            return Origin(reads=frozenset({found[0] if found else self._live[key][0][0]}))
+            return Origin(reads=frozenset({found[0] if found else self._live[key][0].name}))
         return self._origins.get(key, Origin())
 
     def _join(self, tensors: Iterable[torch.Tensor]) -> Origin:
@@ -213,8 +226,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Remember where new storages in `result` come from; views keep the origin of their base."""
         known = {storage_of(tensor) for tensor in inputs if tensor.layout == torch.strided}
         fresh = False
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and storage_of(leaf) not in known:
+        for leaf in _tensors((result,)):
+            if leaf.layout == torch.strided and storage_of(leaf) not in known:
                 self._origins[storage_of(leaf)] = origin
                 fresh = True
         if fresh and origin.sources:
@@ -231,7 +244,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return dst
 
     def _log_copy(self, plain: Plain, src: torch.Tensor, dst: torch.Tensor, name: str, target: torch.Tensor) -> bool:
-        src.expand(dst.shape)  # raises if the shapes do not fit, in the words that the loader's author knows
+        if src.shape != dst.shape:
+            src.expand(dst.shape)  # raises if the shapes do not fit, in words that the loader's author knows
         while plain.sizes[:1] == (1,) and len(plain.sizes) > dst.dim():
             plain = Plain(plain.source, plain.offset, plain.sizes[1:], plain.strides[1:], plain.dtype)
         lead = dst.dim() - len(plain.sizes)
@@ -291,7 +305,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _write_live(self, func: Any, args: tuple[Any, ...], dst: torch.Tensor, origin: Origin) -> None:
         if func._schema.name in _REBINDS:
-            raise Rebinds(self._live[storage_of(dst)][0][0])
+            raise Rebinds(self._live[storage_of(dst)][0].name)
         found = self.target_of(dst)
         if found is None:
             self._write_foreign(origin)
@@ -327,8 +341,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    region = Region(offset_of(tensor), tuple(tensor.shape), tuple(tensor.stride()))
-    return region.bounds if region.numel else (region.offset, region.offset)
+    """First position in the storage, and one more than the last."""
+    begin, last = offset_of(tensor), 0
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size == 0:
+            return begin, begin
+        last += (size - 1) * stride
+    return begin, begin + last + 1
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results, in lists too."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _is_move(tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
@@ -348,7 +376,7 @@ def _write_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     values = [args[i] if i < len(args) else kwargs.get(name) for i, name in _write_arguments(func)]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return list(_tensors(values))
 
 
 def _on_meta(
