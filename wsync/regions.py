@@ -212,6 +212,8 @@ def uncovered(parts: Iterable[Region], numel: int) -> tuple[Region, ...]:
             raise ValueError(f"{part} reaches outside of a tensor of {numel} elements")
     if not numel or Region.span(0, numel).coalesce() in distinct:
         return ()
+    if all(part.numel == part.run_length for part in distinct):
+        return _between(sorted((part.offset, part.numel) for part in distinct), numel)
     if sum(part.numel // part.run_length for part in distinct) > _MANY_RUNS:
         return _uncovered_by_mask(distinct, numel)
     pieces = [(starts, np.full(len(starts), length)) for starts, length in (part.runs() for part in distinct)]
@@ -226,6 +228,16 @@ def uncovered(parts: Iterable[Region], numel: int) -> tuple[Region, ...]:
 def union_covers(parts: Iterable[Region], shape: Sequence[int]) -> bool:
     """True if the parts together hold every element of a row-major tensor of `shape`. Raises as `uncovered`."""
     return not uncovered(parts, math.prod(shape))
+
+
+def _between(spans: Iterable[tuple[int, int]], numel: int) -> tuple[Region, ...]:
+    """`uncovered` for `(start, count)` in ascending order. Models have thousands of tensors of a few spans each."""
+    gaps, reached = [], 0
+    for start, count in (*spans, (numel, 0)):
+        if start > reached:
+            gaps.append(Region.span(reached, start - reached).coalesce())
+        reached = max(reached, start + count)
+    return tuple(gaps)
 
 
 def _uncovered_by_mask(parts: Iterable[Region], numel: int) -> tuple[Region, ...]:

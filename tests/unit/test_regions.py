@@ -183,6 +183,19 @@ def test_compress_finds_a_box_again(region: Region) -> None:
     assert len(compress(starts, np.full(len(starts), length))) <= max(1, len(region.coalesce().sizes))
 
 
+@st.composite
+def spans(draw: st.DrawFn) -> list[Region]:
+    found = draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=6))
+    return [Region.span(start, count) for start, count in found]
+
+
+@given(spans())
+def test_uncovered_by_spans_is_the_complement(parts: list[Region]) -> None:
+    left = uncovered(parts, 40)
+    assert joined(left) == sorted(set(range(40)) - {p for part in parts for p in positions(part)})
+    assert all(a.bounds[1] < b.bounds[0] for a, b in pairwise(left))
+
+
 parts_of_a_shape = shapes.flatmap(lambda shape: st.tuples(st.just(shape), st.lists(boxes(shape), max_size=5)))
 
 
