@@ -90,7 +90,6 @@ class Findings:
     elsewhere: set[str] = field(default_factory=set)
     """Sources that are written to a tensor that is no target."""
 
-    private: set[str] = field(default_factory=set)
     written: set[str] = field(default_factory=set)
     """Sources that some write depends on."""
 
@@ -134,10 +133,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = [*_tensors(args), *_tensors(kwargs.values())]
-        self._note_use(inputs)
         if func.is_view:
             return func(*args, **kwargs)
+        inputs = [*_tensors(args), *_tensors(kwargs.values())]
         if func is aten.copy_.default:
             return self._copy(args[0], args[1], func, args, kwargs)
         if func is aten._foreach_copy_.default:
@@ -181,12 +179,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return None
         whole = tensor.is_contiguous() and offset_of(tensor) == 0 and tuple(tensor.shape) == base.sizes
         return base if whole else None
-
-    def _note_use(self, inputs: Iterable[torch.Tensor]) -> None:
-        for tensor in inputs:
-            source = self._sources.get(storage_of(tensor)) if tensor.layout == torch.strided else None
-            if source is not None and source != self.current:
-                self.found.private.add(source)
 
     def _note_read(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -329,7 +321,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _edit(self, source: str) -> None:
         self._edited.add(source)
-        self.found.private.add(source)
         self.found.reasons.setdefault(source, "the loader edits it in place")
 
     def _write_foreign(self, origin: Origin) -> None:

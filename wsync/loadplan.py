@@ -94,14 +94,11 @@ class LoadPlan:
     elsewhere: frozenset[str]
     """Sources in `through_loader` that are written to a tensor that is no target."""
 
-    private: frozenset[str]
-    """Sources that the loader edits in place or keeps beyond its turn: they need a copy of their own."""
-
     always_call: bool
     """True if the loader writes something by itself, so that it is called even when nothing goes through it."""
 
     layouts: Mapping[str, Layout]
-    """Every live target."""
+    """Every target that is written."""
 
     refused: frozenset[str]
     """Sources that the loader refused; each has a sentence in `problems`."""

@@ -94,9 +94,13 @@ class Replay:
                 load_weights(stream)
             leftover = [name for name, _ in stream]
         except Exception as error:
-            if self._failure is not None and self._failure is not error:
-                raise self._failure from error
-            raise
+            failure, self._failure = self._failure, None
+            try:
+                if failure is not None and failure is not error:
+                    raise failure from error
+                raise
+            finally:
+                del failure  # its traceback leads to this frame: views of slot and model would live on
         finally:
             stream.close()
         if leftover or self._parts:
@@ -107,17 +111,19 @@ class Replay:
         self, arrivals: Arrivals, before_write: Callable[[], None]
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Replay each bucket, and yield those of its tensors that the engine's loader must take."""
-        first = True
+        count = 0
         try:
             for bucket, tensors in arrivals:
-                if first:
+                if not count:
                     before_write()
                     self._fill(last=False)
-                    first = False
+                count += 1
                 self._copy(bucket, tensors)
                 yield from self._offer(bucket, tensors)
                 _synchronize(self._devices | {tensor.device for tensor in tensors})
                 del tensors
+            if count != len(self._routine.steps):
+                raise ProtocolError(f"{count} buckets arrived; the plan has {len(self._routine.steps)}")
         except Exception as error:
             self._failure = error
             raise
@@ -143,17 +149,15 @@ class Replay:
             torch._foreach_copy_(dsts, srcs)
 
     def _offer(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Tensors for the loader, each when all of it has arrived; copies where the loader may not have ours."""
+        """Tensors for the loader, each when all of it has arrived; copies, which it may edit and keep."""
         for meta, tensor in zip(bucket.tensors, tensors, strict=True):
             if meta.name not in self._routine.load.through_loader:
                 continue
-            wire = tensor.to(meta.dtype)
             if meta.is_whole:
-                private = meta.name in self._routine.load.private and wire is tensor
-                yield meta.name, wire.clone() if private else wire
+                yield meta.name, tensor.to(meta.dtype, copy=True, memory_format=torch.contiguous_format)
                 continue
             part = self._parts.setdefault(meta.name, _Part(meta, tensor.device))
-            if part.take(meta, wire):
+            if part.take(meta, tensor):
                 del self._parts[meta.name]
                 yield meta.name, part.flat.view(meta.shape)
 
@@ -173,7 +177,7 @@ class _Part:
         self._missing = self.flat.nbytes
 
     def take(self, meta: TensorMeta, chunk: torch.Tensor) -> bool:
-        """Put one chunk in its place. True if that was the last one."""
+        """Put one chunk in its place, cast to the wire dtype. True if that was the last one."""
         meta.elements.view(self.flat).copy_(chunk.reshape(-1))
         self._missing -= meta.chunk_nbytes
         return self._missing == 0

@@ -1,6 +1,8 @@
 """Replaying a load plan gives, bit for bit, what the loader itself gives."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -214,6 +216,47 @@ def test_a_loader_that_stops_early_is_found() -> None:
     run = Replay(Routine.compile(record(loader, plan.specs), plan), loader.targets())
     with pytest.raises(ProtocolError, match=r"it left mlp.down.weight, norm.weight"):
         run.run(arrivals(plan, weights), lambda weights: None, lambda: None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_view_of_a_bucket_outlives_its_turn(fails: bool) -> None:
+    weights, loader = checkpoint(12), Editing()
+    plan = Plan.pack(specs_of(weights), 1024)
+    given: list[weakref.ref[torch.Tensor]] = []
+
+    def noted() -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
+        for bucket, views in arrivals(plan, weights):
+            tensors = [view.clone() for view in views]
+            given.extend(weakref.ref(tensor) for tensor in tensors)
+            if fails and bucket.index == 3:
+                raise PeerError("the sender is gone")
+            yield bucket, tensors
+            del tensors
+            assert [ref() for ref in given] == [None] * len(given)
+
+    load = record(loader, plan.specs)
+    gc.disable()
+    try:
+        run = Replay(Routine.compile(load, plan), loader.targets())
+        dead = weakref.ref(run)
+        try:
+            run.run(noted(), loader.load_weights, lambda: None)
+        except PeerError:
+            assert fails
+        del run
+        assert dead() is None
+        assert [ref() for ref in given] == [None] * len(given)
+    finally:
+        gc.enable()
+
+
+def test_buckets_that_never_came_are_missed() -> None:
+    weights, loader = checkpoint(13), ToyLoader()
+    plan = Plan.pack(specs_of(weights), 1024)
+    run = Replay(Routine.compile(record(loader, plan.specs), plan), loader.targets())
+    some = (item for item in arrivals(plan, weights) if item[0].index < 2)
+    with pytest.raises(ProtocolError, match=f"2 buckets arrived; the plan has {len(plan.buckets)}"):
+        run.run(some, loader.load_weights, lambda: None)
 
 
 # The check against the launch weights.
