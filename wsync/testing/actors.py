@@ -134,9 +134,12 @@ def consume(pipe: Connection, make_transport: MakeTransport, order: Order) -> No
         receiver = make_transport().receiver(order.ticket, order.index, Deadline.after(order.timeout_s))
         pipe.send(("connected", os.getpid()))
         kept: list[torch.Tensor] = []
+        # Allocated once, so that the memory of this process says something about the transport.
+        arrived = {spec.name: torch.empty(spec.nbytes, dtype=torch.uint8) for spec in order.plan.specs}
         descriptors = []
         for _ in range(order.syncs):
-            digests = digests_of(_read(pipe, receiver, order, kept))
+            _read(pipe, receiver, order, arrived, kept)
+            digests = digests_of(arrived)
             descriptors.append(open_descriptors())
             pipe.send(("synced", digests))
         if order.keep_views:
@@ -152,9 +155,10 @@ def consume(pipe: Connection, make_transport: MakeTransport, order: Order) -> No
             receiver.close()
 
 
-def _read(pipe: Connection, receiver: Receiver, order: Order, kept: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One sync: the bytes of every tensor, put together from its chunks."""
-    arrived = {spec.name: torch.empty(spec.nbytes, dtype=torch.uint8) for spec in order.plan.specs}
+def _read(
+    pipe: Connection, receiver: Receiver, order: Order, arrived: dict[str, torch.Tensor], kept: list[torch.Tensor]
+) -> None:
+    """One sync: the bytes of every tensor, put together in `arrived` from its chunks."""
     for bucket, tensors in receiver.buckets(order.plan, Deadline.after(order.timeout_s)):
         if order.wait_at == bucket.index:
             pipe.send(("waiting", bucket.index))
@@ -166,7 +170,6 @@ def _read(pipe: Connection, receiver: Receiver, order: Order, kept: list[torch.T
         for meta, tensor in zip(bucket.tensors, tensors, strict=True):
             arrived[meta.name][meta.chunk_offset : meta.chunk_offset + meta.chunk_nbytes] = bytes_of(tensor)
         kept += tensors if order.keep_views else ()
-    return arrived
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

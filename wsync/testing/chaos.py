@@ -130,6 +130,7 @@ class PoisonedSender(SenderWrapper):
 class _ChaosSender(SenderWrapper):
     def __init__(self, inner: Sender, fault: Fault) -> None:
         super().__init__(inner)
+        self.by_reference = False  # what is handed over is the trainer's own memory, and must not be spoiled
         self._fault = fault
         self._commits = 0
         self._slot: torch.Tensor | None = None
