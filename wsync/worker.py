@@ -189,7 +189,7 @@ class Worker:
         try:
             digests = _Digests(line.plan) if message["digest"] else None
             return self._take(line, attempt, Deadline.after(float(message["timeout_s"])), digests)
-        except Exception as error:
+        except BaseException as error:
             line.failed = True
             self._fail(line, attempt, f"{type(error).__name__}: {error}")
             raise
