@@ -228,7 +228,11 @@ class Loader(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """The engine's own loader, in place. Called with meta tensors in the dry run, with real ones in a sync."""
+        """The engine's own loader, in place. Called with meta tensors in the dry run, with real ones in a sync.
+
+        In a sync it is called at most once, with a lazy iterable of tensors that are the callee's own: it may edit
+        and keep them.
+        """
         ...
 
     def launch_weights(self) -> Iterable[tuple[str, torch.Tensor]] | None:
