@@ -110,7 +110,7 @@ class WorkerEngine(ABC):
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
         """Dry-run the loader of every worker on `specs`. Nothing is written."""
         self._require_weights("describe its parameters")
-        replies = self._ask("describe", {"specs": list(specs)}, deadline)
+        replies = self._ask("describe", {"specs": list(specs), "void": self._void}, deadline)
         return [cast("Manifest", reply["manifest"]) for reply in replies]
 
     def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:

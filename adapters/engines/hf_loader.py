@@ -30,6 +30,7 @@ class HFLoader:
         self.engine = _engine_name()
         self._model = weakref.ref(model)
         self._checkpoint = checkpoint
+        self._files = _stamps(checkpoint)
         held = held_tensors(model)
         found = sources(model, held)
         self._sources = {source.name: source for source in found}
@@ -76,12 +77,9 @@ class HFLoader:
                 _place(source, targets[source.parent], tensor)
 
     def launch_weights(self) -> Iterable[tuple[str, torch.Tensor]] | None:
-        """The checkpoint folder that the model was launched from, one tensor at a time; None if that is not known."""
-        return None if self._checkpoint is None else self._stream(self._checkpoint)
-
-    def forget_launch_weights(self) -> None:
-        """The model no longer holds what `checkpoint` has."""
-        self._checkpoint = None
+        """The checkpoint that the model was launched from, one tensor at a time; None if there is none any more."""
+        unchanged = self._checkpoint is not None and self._files == _stamps(self._checkpoint)
+        return self._stream(self._checkpoint) if unchanged and self._checkpoint is not None else None
 
     def begin(self) -> None:
         """Nothing to prepare: weights are used as they lie."""
@@ -124,6 +122,17 @@ def checkpoint_files(folder: Path) -> list[Path]:
         return [folder / name for name in dict.fromkeys(names)]
     single = folder / _SINGLE
     return [single] if single.is_file() else []
+
+
+def _stamps(folder: Path | None) -> list[tuple[int, ...]] | None:
+    """Different after a trainer wrote its next checkpoint over this one; None if a file is gone."""
+    if folder is None:
+        return None
+    try:
+        stats = [file.stat() for file in checkpoint_files(folder)]
+    except OSError:
+        return None
+    return [(stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
 
 def _place(source: Source, parent: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -1,6 +1,8 @@
 """Sleep for a plain module: its storages are emptied in place, and every parameter object stays."""
 
+import ctypes
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +54,7 @@ def release(model: nn.Module, *, keep_weights: bool) -> Released:
     ]
     for block in blocks:
         block.storage.resize_(0)
-    if any(block.storage.device.type == "cuda" for block in blocks):
-        torch.cuda.empty_cache()
+    _give_back({block.storage.device.type for block in blocks})
     return Released(blocks)
 
 
@@ -86,6 +87,15 @@ def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _give_back(devices: set[str]) -> None:
+    """Allocators keep what is freed; hand it on to whoever needs it."""
+    if "cuda" in devices:
+        torch.cuda.empty_cache()
+    if "cpu" in devices:
+        with suppress(AttributeError, OSError):  # a C library other than glibc
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -40,8 +40,7 @@ class LocalModel:
     def __init__(self, model: nn.Module, checkpoint: Path | None = None) -> None:
         """`checkpoint`: see `HFLoader`. Puts a hook on `model`."""
         self._model = weakref.ref(model)
-        self._loader = HFLoader(model, checkpoint)
-        self._worker = Worker(self._loader)
+        self._worker = Worker(HFLoader(model, checkpoint))
         self._gate = Gate()
         model.register_forward_pre_hook(self._gate, prepend=True)
         self._stopping = threading.Event()
@@ -73,8 +72,6 @@ class LocalModel:
 
     def sleep(self, level: int) -> None:
         """Free the storages of the model. Level 1 keeps copies of the weights in host memory."""
-        if level == 2:
-            self._loader.forget_launch_weights()
         self._released = release(self._live(), keep_weights=level == 1)
 
     def wake_up(self) -> None:

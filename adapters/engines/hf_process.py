@@ -119,10 +119,12 @@ class _Channel:
         if ended is not None:
             future.add_done_callback(lambda _: ended())
         try:
-            self._expect(number, future)
-            self._send({"id": number, "op": op, "args": args}, deadline)
-        except PeerError:
-            pass  # the receiving thread finds out how it ended
+            with self._state:
+                if self._over is not None:
+                    raise self._over()
+                self._waiting[number] = future
+            with suppress(PeerError):  # the receiving thread finds out how it ended
+                self._send({"id": number, "op": op, "args": args}, deadline)
         except BaseException:
             with self._state:
                 self._waiting.pop(number, None)
@@ -150,12 +152,6 @@ class _Channel:
         self.process.wait()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-
-    def _expect(self, number: int, future: "Future[object]") -> None:
-        with self._state:
-            if self._over is not None:
-                raise self._over()
-            self._waiting[number] = future
 
     def _send(self, message: object, deadline: Deadline) -> None:
         with self._sending:
