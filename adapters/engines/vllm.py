@@ -19,10 +19,19 @@ from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.engine import WorkerEngine
 from wsync.errors import ConfigError, EngineStateError, PeerError, SyncTimeout, UnsupportedError, WsyncError
+from wsync.plan import TensorSpec
+from wsync.protocols import Manifest
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
 
+_PATIENCE_S = 60.0
+"""For short calls before a session has said how long it waits."""
+
 T = TypeVar("T")
+
+
+# An engine lives as long as its LLM: what one session left behind, torn say, must be known to the next one.
+_engines: "weakref.WeakKeyDictionary[Any, VLLMEngine]" = weakref.WeakKeyDictionary()
 
 
 class VLLMEngine(WorkerEngine):
@@ -37,23 +46,34 @@ class VLLMEngine(WorkerEngine):
         """True for the engine classes of vLLM. Imports nothing."""
         return _is_vllm(obj, "LLM") or _is_vllm(obj, "AsyncLLM")
 
+    def __new__(cls, llm: Any, *, allow_untested: bool = False) -> "VLLMEngine":
+        """The engine of `llm`, made by the first call; see `__init__`."""
+        if not _is_vllm(llm, "LLM"):
+            raise UnsupportedError(f"{type(llm).__module__}.{type(llm).__qualname__} is not supported; use vllm.LLM")
+        engine = _engines.get(llm)
+        if engine is None:
+            engine = super().__new__(cls)
+            engine._connect(llm, allow_untested)
+            _engines[llm] = engine
+        return engine
+
     def __init__(self, llm: Any, *, allow_untested: bool = False) -> None:
         """Args:
-            llm: a `vllm.LLM`.
+            llm: a `vllm.LLM`. The same one gives the same engine.
             allow_untested: take a version of vLLM that is not in `TESTED_VERSIONS`.
 
         Raises:
             UnsupportedError: the engine class or the version is not supported.
             ConfigError: the LLM runs its workers in other processes and was made without the worker extension.
         """
-        if not _is_vllm(llm, "LLM"):
-            raise UnsupportedError(f"{type(llm).__module__}.{type(llm).__qualname__} is not supported; use vllm.LLM")
+        # All is done in __new__: this runs on every VLLMEngine(llm), also on one that is in use.
+
+    def _connect(self, llm: Any, allow_untested: bool) -> None:
         super().__init__()
-        version = _check_version(allow_untested)
-        self.name = f"vLLM {version}"
+        self.name = f"vLLM {_check_version(allow_untested)}"
         self._llm_ref = weakref.ref(llm)
         self._call: Background[Any] | None = None
-        self._patience_s: float | None = None
+        self._patience_s = _PATIENCE_S
         self._held = False
         if _local_worker(llm) is None:
             _check_extension(llm)
@@ -84,6 +104,11 @@ class VLLMEngine(WorkerEngine):
                 entries[name] = _Refusal(reason, hidden)
             elif hidden is not None:
                 entries[name] = hidden
+
+    def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
+        """Dry-run the loader of every worker on `specs`. Nothing is written."""
+        self._patience_s = deadline.timeout_s
+        return super().describe(specs, deadline)
 
     def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """End or freeze requests that were added and not finished.
@@ -137,11 +162,18 @@ class VLLMEngine(WorkerEngine):
 
     def _require_weights(self, doing: str) -> None:
         super()._require_weights(doing)
-        engine = self._llm().llm_engine
-        if not self._asleep and not self._held and self._run("say if it sleeps", engine.is_sleeping, self._patience_s):
+        if not self._asleep and not self._held and self._was_put_to_sleep():
             raise EngineStateError(
                 f"{self.name} was put to sleep by llm.sleep and cannot {doing}; call llm.wake_up() first"
             )
+
+    def _was_put_to_sleep(self) -> bool:
+        engine = self._llm().llm_engine
+        executor = getattr(engine, "model_executor", None)
+        if executor is not None:
+            return "weights" in executor.sleeping_tags
+        # Another process knows which tags sleep, and only says whether there are any.
+        return bool(self._run("say if it sleeps", engine.is_sleeping, self._patience_s))
 
     def _reset_caches(self, llm: Any) -> None:
         engine = llm.llm_engine

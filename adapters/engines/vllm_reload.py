@@ -118,9 +118,8 @@ def rollback(model: torch.nn.Module) -> None:
             continue
         if info.kernel_tensors is not None:
             layerwise._place_kernel_tensors(layer, info)
-            tensors: dict[str, Any] = {**_parameters(layer), **_buffers(layer)}
-            for tensor in tensors.values():
-                tensor.weight_loader = layerwise._get_original_loader(tensor)
+            for tensor in (*_parameters(layer).values(), *_buffers(layer).values()):
+                _unwrap(tensor)
         info.reset()
     layerwise.LOADING_LAYERS.clear()
 
@@ -154,7 +153,18 @@ def _dress(memory: torch.Tensor, meta: torch.Tensor, layer: torch.nn.Module) -> 
     twin: Any = memory.detach()
     twin.__class__ = meta.__class__
     twin.__dict__ = meta.__dict__.copy()
-    return cast(torch.Tensor, restore_layer_refs(twin, layer))
+    twin = restore_layer_refs(twin, layer)
+    _unwrap(twin)  # what was recorded keeps the wrapper of the last reload
+    return cast(torch.Tensor, twin)
+
+
+def _unwrap(tensor: Any) -> None:
+    """Give a parameter its own weight loader back, if a reload put one of its own in front."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+
+    loader = getattr(tensor, "weight_loader", None)
+    if loader is not None and (original := _get_original_loader(tensor)) is not loader:
+        tensor.weight_loader = original
 
 
 def _tied_layers(model: torch.nn.Module) -> Iterator[Any]:

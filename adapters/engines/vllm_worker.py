@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from wsync import wire
 from wsync.adapters.engines import vllm_reload
 from wsync.errors import EngineStateError, first_five
 from wsync.topology import Endpoint, local_endpoint
@@ -42,8 +43,20 @@ def worker_of(vllm_worker: Any, rank: int) -> Worker:
     """
     worker: Worker | None = getattr(vllm_worker, "wsync_worker", None)
     if worker is None:
-        worker = vllm_worker.wsync_worker = Worker(VLLMLoader(vllm_worker), rank=rank)
+        worker = vllm_worker.wsync_worker = _Worker(VLLMLoader(vllm_worker), rank)
     return worker
+
+
+class _Worker(Worker):
+    def __init__(self, loader: "VLLMLoader", rank: int) -> None:
+        super().__init__(loader, rank=rank)
+        self._vllm = loader
+
+    def handle(self, method: str, payload: bytes) -> bytes:
+        if method == "read" and self._vllm.repacked:
+            message = f"{self._vllm.engine} repacked its weights after loading them; they cannot be shown"
+            return wire.pack({"error": {"type": "UnsupportedError", "message": message, "traceback": ""}})
+        return super().handle(method, payload)
 
 
 class VLLMLoader:
@@ -65,6 +78,11 @@ class VLLMLoader:
     def endpoint(self) -> Endpoint:
         """Where this worker's weights are."""
         return local_endpoint(self._alive().device)
+
+    @property
+    def repacked(self) -> bool:
+        """Whether vLLM changed the layout of parameters after loading them, so that none can be written in place."""
+        return self._rehearsal() is not None
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         """Parameters and buffers by vLLM's names, tied ones once; stand-ins where vLLM repacked the weights."""
@@ -101,7 +119,7 @@ class VLLMLoader:
         """The safetensors files of the checkpoint folder; None without one, or where live bytes are repacked."""
         worker = self._alive()
         folder = Path(worker.model_config.model)
-        if worker.load_config.load_format == "dummy" or self._rehearsal() is not None or not folder.is_dir():
+        if worker.load_config.load_format == "dummy" or self.repacked or not folder.is_dir():
             return None
         files = _weight_files(folder)
         return _stream(files) if files else None
@@ -110,7 +128,7 @@ class VLLMLoader:
         """Remember where every parameter lies; open a reload where one is needed."""
         model = self._model()
         self._addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
-        if self._rehearsal() is not None:
+        if self.repacked:
             self._reloading = True
             with self._context():
                 vllm_reload.begin(model)

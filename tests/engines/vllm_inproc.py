@@ -1,22 +1,156 @@
 """Program: engines in this process. `python -m tests.engines.vllm_inproc MODELS OUT`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import tests.engines.vllm_plain  # noqa: F401 - before the first engine
+import torch
+
 import wsync
-from tests.engines.vllm_models import generate, prompts
-from tests.engines.vllm_program import SETTINGS, Facts, Tripwire, caught, fail, look, sampling, start, tokens, trainer
-from tests.engines.vllm_program import update as plain_update
-from tests.engines.vllm_program import write
+from tests.engines import vllm_models
+from tests.engines.vllm_models import prompts
+from tests.engines.vllm_program import (
+    SETTINGS,
+    Facts,
+    Tripwire,
+    addresses,
+    caught,
+    dropped,
+    fail,
+    generate,
+    kit,
+    live_tensors,
+    look,
+    sampling,
+    start,
+    tokens,
+    trainer,
+    update,
+    write,
+)
+from wsync.adapters.engines.vllm import VLLMEngine
+
+
+def refused(llm: Any, folder: Path) -> Facts:
+    """Trainers that lack a tensor, or have one of a wrong shape, even one that vLLM would quietly cut."""
+    before = look(llm)
+    lacking, odd, cut = trainer(folder), trainer(folder), trainer(folder)
+    del lacking.model.layers[1].self_attn.k_proj
+    odd.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(torch.randn(65, 64))
+    cut.model.layers[0].mlp.down_proj.weight = torch.nn.Parameter(torch.randn(64, 97))
+    facts: Facts = {
+        "missing": caught(lambda: wsync.sync(lacking, llm, config=SETTINGS)),
+        "wrong shape": caught(lambda: wsync.sync(odd, llm, config=SETTINGS)),
+        "too long": caught(lambda: wsync.sync(cut, llm, config=SETTINGS)),
+    }
+    return {**facts, "unchanged": look(llm) == before, "tokens": tokens(llm)}
+
+
+def torn(llm: Any, folder: Path, healed_with: Path) -> Facts:
+    """A sync that fails at its third bucket, what every entry of the engine says then, and a sync that heals it."""
+    facts: Facts = {"error": caught(lambda: wsync.sync(Tripwire(trainer(folder), 2, fail), llm, config=SETTINGS))}
+    facts["generate"] = caught(lambda: tokens(llm))
+    facts["enqueue"] = caught(lambda: enqueue(llm))
+    facts["step"] = caught(llm.llm_engine.step)
+    wsync.sync(trainer(healed_with), llm, config=SETTINGS)
+    return {**facts, "tokens healed": tokens(llm)}
+
+
+def enqueue(llm: Any) -> None:
+    """Add the long prompt and do not work on it yet."""
+    llm.enqueue([{"prompt_token_ids": prompts()[3]}], sampling(), use_tqdm=False)
+
+
+def requests(llm: Any, folder: Path) -> Facts:
+    """Requests in flight under each pause mode, the last one frozen in its middle."""
+    actor, engine = trainer(folder), llm.llm_engine
+    enqueue(llm)
+    facts: Facts = {"wait": caught(lambda: wsync.sync(actor, llm, config=SETTINGS))}
+    facts["finished after wait was refused"] = len(llm.wait_for_completion(use_tqdm=False)[0].outputs[0].token_ids)
+    enqueue(llm)
+    wsync.sync(actor, llm, config=replace(SETTINGS, pause="abort"))
+    facts["unfinished after abort"] = engine.get_num_unfinished_requests()
+    return {**facts, **kept(llm, folder)}
+
+
+def kept(llm: Any, folder: Path) -> Facts:
+    """A request that has some tokens when the sync comes, and goes on with the new weights."""
+    enqueue(llm)
+    for _ in range(6):
+        llm.llm_engine.step()
+    request = next(iter(llm.llm_engine.engine_core.engine_core.scheduler.requests.values()))
+    done = list(request.output_token_ids)
+    actor = trainer(folder)
+    wsync.sync(actor, llm, config=replace(SETTINGS, pause="keep"))
+    final = list(llm.wait_for_completion(use_tqdm=False)[0].outputs[0].token_ids)
+    rest = vllm_models.generate(actor, prompts()[3] + done)[: len(final) - len(done)]
+    return {"kept": len(done), "kept tokens": final[: len(done)] == done, "went on": final[len(done) :] == rest}
+
+
+def asleep(llm: Any, folder: Path) -> Facts:
+    """The user's own sleep: refused while the weights sleep, and taken when they are awake."""
+    actor = trainer(folder)
+    llm.sleep(level=1)
+    facts: Facts = {"sync": caught(lambda: wsync.sync(actor, llm, config=SETTINGS))}
+    llm.wake_up(["weights"])
+    facts["weights awake"] = caught(lambda: wsync.sync(actor, llm, config=SETTINGS))
+    llm.wake_up(["kv_cache"])
+    return {**facts, "tokens": tokens(llm)}
+
+
+def untested(llm: Any) -> Facts:
+    """A version of vLLM that nobody tested, first refused and then taken at the user's own risk."""
+    import vllm
+
+    known, vllm.__version__ = vllm.__version__, "0.99.1"
+    try:
+        facts: Facts = {"refused": caught(lambda: VLLMEngine(llm))}
+        facts["taken"] = VLLMEngine(llm, allow_untested=True).name
+        return {**facts, "known from then on": VLLMEngine(llm).name}
+    finally:
+        vllm.__version__ = known
+
+
+def served(llm: Any, actor: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """For `EngineBench.resident` where weights cannot be looked at: tokens, and those of transformers."""
+    wanted = [vllm_models.generate(actor, prompt) for prompt in prompts()]
+    raw = [list(answer.outputs[0].token_ids) for answer in generate(llm, prompts())]
+    return {"tokens": (torch.tensor(raw), torch.tensor(wanted))}
+
+
+def repacked(llm: Any, a: Path, b: Path) -> Facts:
+    """vLLM's layerwise reload: its CPU build packs linear weights for oneDNN."""
+    facts: Facts = {"untested": untested(llm), "refused": refused(llm, b), "tokens before": tokens(llm)}
+    before = look(llm)
+    report = wsync.sync(trainer(b), llm, config=SETTINGS)
+    facts["through loader"], facts["tokens after"] = report.through_loader, tokens(llm)
+    facts["same addresses"] = addresses(look(llm)) == addresses(before)
+    facts["read"] = caught(lambda: VLLMEngine(llm).read("model.norm.weight"))
+    return {**facts, "torn": torn(llm, a, b), "kit": kit(llm, "bias", "inproc", served)}
+
+
+def unpacked(llm: Any, a: Path, b: Path) -> Facts:
+    """Loading in place, without a worker extension."""
+    facts: Facts = {"refused": refused(llm, b), "update": update(llm, b), "torn": torn(llm, a, b)}
+    facts["requests"] = requests(llm, a)
+    facts["asleep"] = asleep(llm, b)
+    return {**facts, "kit": kit(llm, "llama", "inproc", live_tensors)}
 
 
 def main(models: Path, out: Path) -> None:
     """Run everything, each engine once."""
     facts: Facts = {}
-    llm = start(models / "llama_a")
-    facts["llama"] = plain_update(llm, models / "llama_a", models / "llama_b")
+    engines = [start(models / "bias_a")]
+    facts["repacked"] = repacked(engines[0], models / "bias_a", models / "bias_b")
+    facts["repacked"]["collected"] = dropped(engines)
+    write(out, facts)
+
+    import tests.engines.vllm_plain  # noqa: F401 - from here on engines are loaded in place
+
+    facts["unpacked"] = unpacked(start(models / "llama_a"), models / "llama_a", models / "llama_b")
+    write(out, facts)
+    facts["tied"] = {"update": update(start(models / "tied_a"), models / "tied_b")}
     write(out, facts)
 
 

@@ -1,0 +1,111 @@
+"""Program: an engine core and workers in other processes. `python -m tests.engines.vllm_workers MODELS OUT`."""
+
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+import wsync
+from tests.engines.vllm_models import prompts
+from tests.engines.vllm_program import (
+    SETTINGS,
+    Facts,
+    Tripwire,
+    caught,
+    sampling,
+    start,
+    tokens,
+    trainer,
+    update,
+    write,
+)
+from wsync.adapters.engines.vllm import VLLMEngine
+from wsync.deadline import Deadline
+
+EXTENSION = "tests.engines.vllm_plain.PlainExtension"
+
+
+def without_extension(llm: Any) -> Facts:
+    """What is said of an LLM that was made without the worker extension, or with one of somebody else's."""
+    config = llm.llm_engine.vllm_config.parallel_config
+    config.worker_extension_cls = ""
+    facts: Facts = {"none": caught(lambda: VLLMEngine(llm))}
+    config.worker_extension_cls = "collections.OrderedDict"
+    facts["other"] = caught(lambda: VLLMEngine(llm))
+    config.worker_extension_cls = EXTENSION
+    return facts
+
+
+def frozen(llm: Any, folder: Path) -> Facts:
+    """A request that is kept over a sync; the engine core would otherwise go on with it by itself."""
+    llm.enqueue([{"prompt_token_ids": prompts()[3]}], sampling(), use_tqdm=False)
+    wsync.sync(trainer(folder), llm, config=replace(SETTINGS, pause="keep"))
+    return {"length": len(llm.wait_for_completion(use_tqdm=False)[0].outputs[0].token_ids), "tokens": tokens(llm)}
+
+
+def stalled(llm: Any, folder: Path, victim: int) -> Facts:
+    """`victim` stops in the middle of an update, and goes on when the sync has been given up."""
+    hasty = replace(SETTINGS, timeout_s=3.0)
+    actor = Tripwire(trainer(folder), 2, lambda: os.kill(victim, signal.SIGSTOP))
+    facts: Facts = {"error": caught(lambda: wsync.sync(actor, llm, config=hasty))}
+    facts["generate"] = caught(lambda: tokens(llm))
+    facts["next sync"] = caught(lambda: wsync.sync(trainer(folder), llm, config=hasty))
+    os.kill(victim, signal.SIGCONT)
+    facts["its late answer"] = caught(lambda: VLLMEngine(llm).join(Deadline.after(60.0)))
+    wsync.sync(trainer(folder), llm, config=SETTINGS)
+    return {**facts, "tokens healed": tokens(llm)}
+
+
+def killed(llm: Any, folder: Path, victim: int) -> Facts:
+    """`victim` dies in the middle of an update."""
+    moments: list[float] = []
+
+    def kill() -> None:
+        os.kill(victim, signal.SIGKILL)
+        moments.append(time.monotonic())
+
+    actor = Tripwire(trainer(folder), 2, kill)
+    facts: Facts = {"error": caught(lambda: wsync.sync(actor, llm, config=SETTINGS))}
+    facts["seconds"] = time.monotonic() - moments[0]
+    facts["generate"] = caught(lambda: tokens(llm))
+    facts["next sync"] = caught(lambda: wsync.sync(trainer(folder), llm, config=SETTINGS))
+    return facts
+
+
+def processes(llm: Any) -> list[int]:
+    """The engine core, then the workers that it started."""
+    core = llm.llm_engine.engine_core.resources.engine_manager.processes[0].pid
+    children = psutil.Process(core).children()
+    return [core, *(child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline()))]
+
+
+def run(models: Path, tp: int) -> Facts:
+    """Everything on one engine; it is dead at the end."""
+    a, b = models / "llama_a", models / "llama_b"
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
+    llm = start(a, tensor_parallel_size=tp, worker_extension_cls=EXTENSION)
+    core, *workers = processes(llm)
+    facts: Facts = {"update": update(llm, b), "frozen": frozen(llm, a)}
+    if tp == 2:
+        facts["extension"] = without_extension(llm)
+        facts["kit"] = kit(llm, "llama", "shm", live_tensors)
+    facts["stalled"] = stalled(llm, b, workers[-1])
+    facts["killed"] = killed(llm, a, core if tp == 1 else workers[-1])
+    return facts
+
+
+def main(models: Path, out: Path) -> None:
+    """Run everything with one worker, and with two."""
+    facts: Facts = {}
+    for tp in (1, 2):
+        facts[f"tp {tp}"] = run(models, tp)
+        write(out, facts)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
