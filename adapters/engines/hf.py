@@ -46,7 +46,8 @@ class HFEngine(WorkerEngine):
     """A transformers model as an engine.
 
     `HFEngine(model)` takes a model of this process and holds it weakly; `HFEngine(model)` again is the same engine.
-    While the engine may not serve, `model(...)` and `model.generate` raise `EngineStateError` too.
+    While the engine may not serve, `model(...)` and `model.generate` raise `EngineStateError` too; a pause waits only
+    for generations that were started here.
     `HFEngine.launch(folder)` starts a worker process that has the model to itself.
     """
 

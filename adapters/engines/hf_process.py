@@ -8,6 +8,7 @@ nobody else can connect, and the end of either process is the end of file of the
 """
 
 import itertools
+import queue
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ import torch
 
 from wsync import wire
 from wsync.deadline import Deadline
-from wsync.errors import ClosedError, PeerError, SyncTimeout, WsyncError
+from wsync.errors import ClosedError, PeerError, ProtocolError, SyncTimeout, UnsupportedError, WsyncError
 
 FOREVER_S = 1e9
 """For waits that only the peer's death ends."""
@@ -66,7 +67,7 @@ class WorkerProcess:
 
     def stop(self, stopping: bool) -> None:
         """As `LocalModel.stop`; a request that was sent before is covered."""
-        self._channel.tell("stop", {"stopping": stopping}, self._timeout_s)
+        self._channel.tell("stop", {"stopping": stopping})
 
     def guard(self, reason: str | None) -> None:
         """Nothing: the model is reached through its engine only, which refuses by itself."""
@@ -97,11 +98,12 @@ class _Channel:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
         self._name = f"the hf worker process {self.process.pid}"
         self._numbers = itertools.count()
-        self._sending = threading.Lock()
+        self._outbox: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
         self._state = threading.Lock()
-        self._waiting: dict[int, Future[object]] = {}
+        self._waiting: dict[int | None, Future[object]] = {}
         self._over: Callable[[], WsyncError] | None = None
-        threading.Thread(target=self._receive, name=f"wsync {self._name}", daemon=True).start()
+        for loop in (self._receive, self._transmit):
+            threading.Thread(target=loop, name=f"wsync {self._name}", daemon=True).start()
 
     def ask(
         self,
@@ -118,18 +120,14 @@ class _Channel:
         number, future = next(self._numbers), Future[object]()
         if ended is not None:
             future.add_done_callback(lambda _: ended())
-        try:
-            with self._state:
-                if self._over is not None:
-                    raise self._over()
+        with self._state:
+            over = self._over
+            if over is None:
                 self._waiting[number] = future
-            with suppress(PeerError):  # the receiving thread finds out how it ended
-                self._send({"id": number, "op": op, "args": args}, deadline)
-        except BaseException:
-            with self._state:
-                self._waiting.pop(number, None)
+        if over is not None:
             future.cancel()
-            raise
+            raise over()
+        self._outbox.put({"id": number, "op": op, "args": args})
         waiting_for = f"{self._name} to answer {op!r}"
         try:
             return future.result(timeout=deadline.remaining(waiting_for))
@@ -138,10 +136,9 @@ class _Channel:
                 raise  # the answer itself
             raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {waiting_for}") from None
 
-    def tell(self, op: str, args: Mapping[str, object], timeout_s: float) -> None:
+    def tell(self, op: str, args: Mapping[str, object]) -> None:
         """Send a request without an answer. A worker that is gone needs no telling."""
-        with suppress(PeerError, ClosedError):
-            self._send({"id": None, "op": op, "args": args}, Deadline.after(timeout_s))
+        self._outbox.put({"id": None, "op": op, "args": args})
 
     def end(self) -> None:
         """Kill the process and wait until it is gone. May be called twice."""
@@ -153,36 +150,47 @@ class _Channel:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _send(self, message: object, deadline: Deadline) -> None:
-        with self._sending:
+    def _transmit(self) -> None:
+        """Send requests in order. On a thread of its own: a stalled worker makes nobody wait beyond his deadline."""
+        while (message := self._outbox.get()) is not None:
             try:
-                wire.send_frame(self._socket, message, deadline, peer=self._name)
-            except SyncTimeout:
-                self.process.kill()  # half a frame is out: nothing can follow it
-                raise
+                wire.send_frame(self._socket, message, Deadline.after(FOREVER_S), peer=self._name)
+            except (UnsupportedError, ProtocolError) as error:  # nothing of it is out
+                self._settle(message["id"], error=error)
+            except WsyncError:
+                return  # the receiving thread finds out how it ended
 
     def _receive(self) -> None:
         """Hand out answers until there are no more. Runs on a thread of its own."""
         try:
             while True:
                 answer, _ = wire.recv_frame(self._socket, Deadline.after(FOREVER_S), peer=self._name)
-                self._settle(cast("Mapping[str, Any]", answer))
+                self._open(cast("Mapping[str, Any]", answer))
         except Exception as error:
             self._lose(error)
         finally:
+            self._outbox.put(None)
             self._socket.close()
 
-    def _settle(self, answer: Mapping[str, Any]) -> None:
-        with self._state:
-            future = self._waiting.pop(answer["id"])
+    def _open(self, answer: Mapping[str, Any]) -> None:
         if "error" not in answer:
-            future.set_result(answer["ok"])
+            self._settle(answer["id"], answer["ok"])
             return
         error = answer["error"]
         message = f"{self._name} failed: {error['type']}: {error['message']}"
-        future.set_exception(PeerError(message, error["traceback"]))
+        self._settle(answer["id"], error=PeerError(message, error["traceback"]))
+
+    def _settle(self, number: int | None, result: object = None, error: WsyncError | None = None) -> None:
+        with self._state:
+            future = self._waiting.pop(number, None)
+        if future is not None and error is not None:
+            future.set_exception(error)
+        elif future is not None:
+            future.set_result(result)
 
     def _lose(self, error: Exception) -> None:
+        if not isinstance(error, PeerError):
+            self.process.kill()  # it speaks nonsense
         try:
             code = self.process.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -143,6 +144,7 @@ def test_the_model_is_not_kept_alive() -> None:
 def test_endpoint_is_where_the_weights_are() -> None:
     model = seeded(llama, 1)
     assert HFLoader(model).endpoint() == local_endpoint("cpu")
+    assert HFLoader(model).engine == f"transformers {transformers.__version__}"
     model.lm_head.to("meta")
     with pytest.raises(UnsupportedError, match=r"spread over \['cpu', 'meta'\]"):
         HFLoader(model).endpoint()

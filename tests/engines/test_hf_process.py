@@ -178,6 +178,24 @@ def test_a_stopped_worker_is_given_up_at_the_deadline_and_taken_back(shared_engi
     assert shared_engine.generate(PROMPTS, max_new_tokens=12) == expected_tokens(actor)
 
 
+def test_a_generation_that_is_given_up_still_counts_until_it_ends(
+    shared_engine: HFEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send(shared_engine, signal.SIGSTOP)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_engine._link, "_timeout_s", 0.2)
+            with pytest.raises(SyncTimeout, match=r"gave up after 0\.2 s: .*to answer 'generate'"):
+                shared_engine.generate(PROMPTS, max_new_tokens=4)
+        with pytest.raises(SyncTimeout, match="1 generation"):
+            shared_engine.pause("abort", soon(0.2))
+    finally:
+        send(shared_engine, signal.SIGCONT)
+    shared_engine.pause("wait", soon())
+    shared_engine.resume()
+    assert shared_engine.generate(PROMPTS, max_new_tokens=4)
+
+
 # Deaths. Each of these tests has a worker of its own.
 
 
