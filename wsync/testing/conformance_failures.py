@@ -139,6 +139,20 @@ def check_closed(bench: Bench) -> None:
                 use(bench.deadline)
         with expect(PeerError):
             bench.make().receiver(sender.ticket(), 0, bench.deadline)
+    with bench.sender(plan, num_slots=1) as sender, bench.consumer(sender, plan, wait_at=0) as actor:
+        sender.accept(bench.deadline)
+        fill_slot(plan.buckets[0], sender.acquire(bench.deadline), tensors)
+        sender.commit(plan.buckets[0])
+        actor.hear("connected")
+        actor.hear("waiting")
+        closing = threading.Timer(bench.short_s, sender.close)
+        closing.start()
+        with expect(ClosedError):
+            sender.acquire(bench.deadline)
+        closing.join()
+        actor.tell("go on")
+        name, text, _ = actor.hear("error")
+        assert name == "PeerError", f"{name}: {text}"
 
 
 def check_receiver_closes(bench: Bench) -> None:

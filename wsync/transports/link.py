@@ -51,11 +51,12 @@ class Link:
 
     def receive(self) -> tuple[object, ...] | None:
         """The next frame, None if none is here. Raises `PeerError` once the peer is gone and all it sent was read."""
-        dead = self._pidfd is not None and ready([self._pidfd], 0)
         frame = self._reader.step()
-        if frame is None:
-            if dead:
+        if frame is None and self._pidfd is not None and ready([self._pidfd], 0):
+            frame = self._reader.step()  # what it sent between the look at the socket and its death
+            if frame is None:
                 raise PeerError(f"{self.peer} died")
+        if frame is None:
             return None
         if not isinstance(frame[0], tuple) or not frame[0]:
             raise ProtocolError(f"{self.peer} sent a {type(frame[0]).__name__} where a tuple was expected")

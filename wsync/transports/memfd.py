@@ -1,6 +1,5 @@
 """Slots in sealed anonymous shared memory: a descriptor that travels, no name, nothing to leak. Linux only."""
 
-import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -28,6 +27,8 @@ def create_slots(slot_bytes: int, num_slots: int) -> tuple[int, Sequence[torch.T
             f"{num_slots} slots of {slot_bytes} bytes need {nbytes} bytes of shared memory; {available} bytes are "
             f"available: lower bucket_bytes or num_slots"
         )
+    import fcntl  # not on every system, and this module is imported on all of them
+
     fd = os.memfd_create("wsync", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -44,6 +45,8 @@ def open_slots(fd: int, slot_bytes: int, num_slots: int) -> Sequence[torch.Tenso
     Raises `ProtocolError` if the memory is not sealed (a peer could shrink it, and reading would be fatal) or too
     small, `TransportError` if it cannot be mapped.
     """
+    import fcntl
+
     needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & needed != needed:
