@@ -71,12 +71,12 @@ class Producer(Protocol):
 
     Methods marked *collective* are called by every trainer rank in the same order. The weights must not change from
     `open` until `close`.
-
-    Attributes:
-        staging_bytes: scratch memory that this producer holds for its plan.
     """
 
-    staging_bytes: int
+    @property
+    def staging_bytes(self) -> int:
+        """Scratch memory, in bytes, that this producer holds from one sync to the next."""
+        ...
 
     def metadata(self) -> Sequence[TensorSpec]:
         """What this rank holds: the same names, shapes and dtypes on every rank, this rank's `owners` only.

@@ -33,7 +33,7 @@ def tensor_zoo(seed: int, large_bytes: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     zoo: dict[str, torch.Tensor] = {}
     for dtype in DTYPES:
-        name = str(dtype).removeprefix("torch.")
+        name = str(dtype).replace("torch.", "as_")  # "bfloat16" alone is a method of every module
         zoo[f"{name}.odd"] = random_tensor((3, 7), dtype, g)
         zoo[f"{name}.scalar"] = random_tensor((), dtype, g)
         zoo[f"{name}.empty"] = random_tensor((4, 0), dtype, g)
