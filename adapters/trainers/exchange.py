@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from wsync.deadline import Deadline
-from wsync.gather import BucketGather, Packet, Part, aligned
+from wsync.gather import BucketGather, Packet, Part, align, aligned
 from wsync.group import Group
 from wsync.regions import Region
 from wsync.strided import memory_view
@@ -65,11 +65,15 @@ class Move:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """Bytes `start .. start + nbytes` of the outbox or inbox, to or from a rank."""
+    """Bytes `start .. start + nbytes` of a buffer, to or from a rank."""
 
     rank: int
     start: int
     nbytes: int
+
+    def of(self, buffer: torch.Tensor) -> tuple[int, torch.Tensor]:
+        """The rank and the bytes."""
+        return self.rank, buffer[self.start : self.start + self.nbytes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +96,14 @@ class Exchange:
     """Into the slot."""
 
     sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
+    """From the outbox."""
+
+    receives: tuple[tuple[bool, Message], ...]
+    """(into the slot, message), else into the inbox."""
+
+    exchanged: bool
+    """Whether any rank sends anything."""
+
     collects: tuple[Collect, ...]
     moves: tuple[Move, ...]
     """From the inbox into the slot."""
@@ -116,11 +127,14 @@ class Exchange:
         outbox, inbox = boxes
         if slot is not None:
             _load(self.own, tensors, slot)
-        group.transfer(
-            [(message.rank, outbox[message.start : message.start + message.nbytes]) for message in self.sends],
-            [(message.rank, inbox[message.start : message.start + message.nbytes]) for message in self.receives],
-            deadline,
-        )
+        if self.exchanged:
+            # The first transfer connects all ranks: one that has nothing to say must be there too.
+            sends = self.sends or (Message(rank=group.rank, start=0, nbytes=0),)
+            group.transfer(
+                [message.of(outbox) for message in sends],
+                [message.of(inbox if slot is None or not in_slot else slot) for in_slot, message in self.receives],
+                deadline,
+            )
         if slot is not None:
             _move(self.moves, inbox, slot)
             group.all_gather(
@@ -132,41 +146,53 @@ class Exchange:
 
 def compile_exchange(gather: BucketGather, pieces: Pieces, layouts: Mapping[str, Layout]) -> Exchange:
     """Turn parts into copies between the memory of this rank's parameters, its two boxes and the slot."""
-
-    def loads(part: Part, target: Region) -> Iterable[Load]:
-        return _loads(part, target, pieces, layouts)
-
-    staged: list[Load] = []
-    starts, collects = [], []
-    outbox_nbytes = 0
-    for packet in gather.packets:
-        starts.append(outbox_nbytes)
-        for part, region in _places(packet, outbox_nbytes):
-            staged += loads(part, region)
-        outbox_nbytes += packet.nbytes
-    for part in gather.gathered:
-        packet = Packet.of([part])
-        staged += [load for one, region in _places(packet, outbox_nbytes) for load in loads(one, region)]
-        collects.append(Collect(start=outbox_nbytes, nbytes=part.nbytes, offset=part.tensor.offset))
-        outbox_nbytes += packet.nbytes
-    receives, moves = [], []
-    inbox_nbytes = 0
+    outbox = [*gather.packets, *(Packet.of([part]) for part in gather.gathered)]
+    starts, outbox_nbytes = _lay_out(outbox)
+    inbox = [(rank, packet) for rank, packet in gather.receives if not packet.in_place]
+    places, inbox_nbytes = _lay_out([packet for _, packet in inbox])
+    inbox_starts = iter(places)
+    receives = []
     for rank, packet in gather.receives:
-        receives.append(Message(rank=rank, start=inbox_nbytes, nbytes=packet.nbytes))
-        moves += [_placed(part, region) for part, region in _places(packet, inbox_nbytes)]
-        inbox_nbytes += packet.nbytes
+        start = _slot_start(packet.parts[0]) if packet.in_place else next(inbox_starts)
+        receives.append((packet.in_place, Message(rank=rank, start=start, nbytes=packet.nbytes)))
     return Exchange(
-        staged=tuple(staged),
-        own=tuple(load for part in gather.own for load in loads(part, _in_slot(part))),
+        staged=tuple(
+            load
+            for packet, start in zip(outbox, starts, strict=True)
+            for part, region in _places(packet, start)
+            for load in _loads(part, region, pieces, layouts)
+        ),
+        own=tuple(load for part in gather.own for load in _loads(part, _in_slot(part), pieces, layouts)),
         sends=tuple(
             Message(rank=rank, start=starts[index], nbytes=gather.packets[index].nbytes) for rank, index in gather.sends
         ),
         receives=tuple(receives),
-        collects=tuple(collects),
-        moves=tuple(moves),
+        exchanged=gather.exchanged,
+        collects=tuple(
+            Collect(start=start, nbytes=part.nbytes, offset=part.tensor.offset)
+            for part, start in zip(gather.gathered, starts[len(gather.packets) :], strict=True)
+        ),
+        moves=tuple(
+            _placed(part, region)
+            for (_, packet), start in zip(inbox, places, strict=True)
+            for part, region in _places(packet, start)
+        ),
         outbox_nbytes=outbox_nbytes,
         inbox_nbytes=inbox_nbytes,
     )
+
+
+def _lay_out(packets: Sequence[Packet]) -> tuple[list[int], int]:
+    """First byte of each packet in a box that holds them one after the other, and the size of the box."""
+    starts, end = [], 0
+    for packet in packets:
+        starts.append(end)
+        end = align(end + packet.nbytes)
+    return starts, end
+
+
+def _slot_start(part: Part) -> int:
+    return part.tensor.offset + part.slot.offset * part.tensor.dtype.itemsize
 
 
 def _places(packet: Packet, start: int) -> Iterable[tuple[Part, Region]]:

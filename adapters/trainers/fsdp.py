@@ -95,7 +95,7 @@ def _cutting_order(name: str, mesh_shape: Sequence[int], placements: Sequence[Pl
             shards = math.prod(mesh_shape[later] for later in inner)
             if placement.split_factor != shards:
                 raise UnsupportedError(
-                    f"{name}: mesh axis {axis} has {placement}, whose split factor should be {shards}, the number of "
+                    f"{name}: mesh axis {axis} has {placement!r}, whose split factor should be {shards}, the number of "
                     f"shards that later axes make of dim {placement.dim}; placements are {list(placements)}"
                 )
             order.append(axis)
@@ -103,7 +103,7 @@ def _cutting_order(name: str, mesh_shape: Sequence[int], placements: Sequence[Pl
             order.insert(0, axis)
         elif not isinstance(placement, Replicate):
             raise UnsupportedError(
-                f"{name} is {placement} on mesh axis {axis}; only shards and replicas can be exported, "
+                f"{name} is {placement!r} on mesh axis {axis}; only shards and replicas can be exported, "
                 f"placements are {list(placements)}. Reduce it first"
             )
     return order

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from wsync.adapters.trainers.exchange import Exchange, Layout, Piece, compile_exchange
 from wsync.adapters.trainers.names import Source, held_tensors, sources
 from wsync.deadline import Deadline
+from wsync.digest import digest_part, word_bytes
 from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError, first_five
-from wsync.gather import GatherPlan, aligned
+from wsync.gather import GatherPlan, aligned, holders_of
 from wsync.group import Group
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.regions import Region
@@ -29,13 +30,11 @@ class ShardedProducer:
 
     Args:
         module: what is trained.
-        timeout_s: longest wait for the other ranks in one exchange of a bucket, in seconds.
     """
 
-    def __init__(self, module: nn.Module, *, timeout_s: float = 120.0) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._kind = type(module).__name__
-        self._timeout_s = timeout_s
         self._layouts: dict[str, Layout] = {}
         self._sources: list[Source] = []
         self._pieces: dict[tuple[str, Region], Piece] = {}
@@ -45,6 +44,7 @@ class ShardedProducer:
         self._exchanges: tuple[Exchange, ...] = ()
         self._boxes: tuple[torch.Tensor, torch.Tensor] | None = None
         self._staged: int | None = None
+        self._device = torch.device("cpu")
 
     @property
     def staging_bytes(self) -> int:
@@ -58,6 +58,7 @@ class ShardedProducer:
         held = held_tensors(module)
         self._sources = sources(module, held)
         parents = {source.parent for source in self._sources}
+        self._device = next((tensor.device for tensor, _ in tensors.values()), self._device)
         self._layouts = {name: layout for name, (_, layout) in tensors.items() if name in parents}
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._pieces = {}
@@ -78,9 +79,8 @@ class ShardedProducer:
 
     def prepare(self, plan: Plan, senders: Sequence[int], group: Group) -> None:
         """See `wsync.Producer`."""
-        gathers = GatherPlan(plan, senders, group.rank, group.world_size).buckets
         self._plan, self._group = plan, group
-        self._exchanges = tuple(compile_exchange(gather, self._pieces, self._layouts) for gather in gathers)
+        self._exchanges = self._compile(plan, senders, group)
         self._boxes = None
 
     def open(self) -> None:
@@ -125,8 +125,13 @@ class ShardedProducer:
             raise ProtocolError(f"bucket {bucket.index} is to be filled, but bucket {self._staged} was staged last")
         self._staged = None
         _, group = self._prepared()
-        deadline = Deadline.after(self._timeout_s)
+        deadline = Deadline.after(group.timeout_s)
         self._exchanges[bucket.index].fill(self._tensors, self._buffers(), slot, group, deadline)
+
+    @torch.no_grad()
+    def digests(self, names: Sequence[str]) -> Sequence[int]:
+        """See `wsync.Producer`."""
+        return [self._digest(name) for name in names]
 
     @torch.no_grad()
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -141,12 +146,11 @@ class ShardedProducer:
             if references is not None:
                 yield spec.name, references[0]
                 continue
-            [gather] = GatherPlan(single, everyone, group.rank, group.world_size).buckets
-            exchange = compile_exchange(gather, self._pieces, self._layouts)
+            [exchange] = self._compile(single, everyone, group)
             boxes = self._allocate(exchange.outbox_nbytes), self._allocate(exchange.inbox_nbytes)
             slot = self._allocate(bucket.nbytes)
             exchange.stage(self._tensors, boxes[0])
-            exchange.fill(self._tensors, boxes, slot, group, Deadline.after(self._timeout_s))
+            exchange.fill(self._tensors, boxes, slot, group, Deadline.after(group.timeout_s))
             yield spec.name, bucket.tensors[0].view(slot)
 
     def close(self) -> None:
@@ -221,6 +225,20 @@ class ShardedProducer:
             return None
         return memory_view(self._tensors[piece.parent], region.translate(memory[0].offset))
 
+    def _digest(self, name: str) -> int:
+        """Sum over the parts of one tensor of which this rank is the first holder, in wire dtype."""
+        plan, group = self._prepared()
+        spec = plan.spec(name)
+        unit = word_bytes(spec)
+        total = 0
+        for region, ranks in holders_of(spec).items():
+            if ranks[0] == group.rank:
+                piece = self._pieces[name, region]
+                memory = self._layouts[piece.parent].memory.select(piece.local)
+                parts = [memory_view(self._tensors[piece.parent], one).to(spec.dtype).reshape(-1) for one in memory]
+                total += digest_part(torch.cat(parts).resolve_conj(), region, word_bytes=unit)
+        return total % 2**64
+
     def _dtype(self, name: str) -> torch.dtype:
         parent = next(source.parent for source in self._sources if source.name == name)
         return self._layouts[parent].dtype
@@ -239,9 +257,13 @@ class ShardedProducer:
             )
         return self._boxes
 
+    def _compile(self, plan: Plan, senders: Sequence[int], group: Group) -> tuple[Exchange, ...]:
+        all_gather = self._device.type != "cpu"
+        gathers = GatherPlan(plan, senders, group.rank, group.world_size, all_gather=all_gather).buckets
+        return tuple(compile_exchange(gather, self._pieces, self._layouts) for gather in gathers)
+
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        device = next((tensor.device for tensor in self._tensors.values()), torch.device("cpu"))
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 def _check_exportable(name: str, tensor: torch.Tensor) -> None:

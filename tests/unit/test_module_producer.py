@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from wsync.adapters.trainers.module import ModuleProducer
+from wsync.digest import digest, word_bytes
 from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError
 from wsync.group import Group
 from wsync.plan import Plan, TensorSpec
@@ -116,6 +117,16 @@ def test_named_tensors_are_whole_and_in_the_trainers_dtype() -> None:
     result = dict(producer.named_tensors())
     assert [name for name, tensor in result.items() if not same_bits(tensor, getattr(module, name))] == []
     assert len(result) == 15
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_digests_are_those_of_the_wire_bytes(dtype: torch.dtype | None) -> None:
+    module = Awkward() if dtype is None else nn.Linear(37, 11)
+    producer, plan = prepared(module, 1024, dtype)
+    producer.open()
+    result = filled(producer, plan)
+    expected = [digest(result[spec.name], word_bytes=word_bytes(spec)) for spec in plan.specs]
+    assert list(producer.digests([spec.name for spec in plan.specs])) == expected
 
 
 def test_an_optimizer_step_and_replaced_data_are_seen_at_the_next_open() -> None:
