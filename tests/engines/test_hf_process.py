@@ -238,7 +238,8 @@ def test_shutdown_ends_the_process_whatever_it_does(engine: HFEngine) -> None:
 
 
 def test_an_engine_that_nobody_holds_ends_its_process(folder: Path) -> None:
-    engine = HFEngine.launch(folder, timeout_s=TIMEOUT_S)
+    engine = HFEngine.launch(folder, dtype=torch.bfloat16, timeout_s=TIMEOUT_S)
+    assert engine.read("model.norm.weight")[0].dtype == torch.bfloat16
     with watched(engine.pid) as process:
         assert not process.ended(0)
         del engine
@@ -286,10 +287,10 @@ def test_a_launch_that_takes_too_long_leaves_no_process(folder: Path) -> None:
         os.kill(pid, 0)
 
 
-def test_dtype_and_independence_of_the_checkpoint_files(tmp_path: Path) -> None:
+def test_the_weights_do_not_hang_on_the_checkpoint_files(tmp_path: Path) -> None:
     make = FAMILIES["qwen3 moe"]
-    seeded(make, 1).save_pretrained(tmp_path)
-    with HFEngine.launch(tmp_path, dtype=torch.bfloat16, timeout_s=TIMEOUT_S) as engine:
+    seeded(make, 1).to(torch.bfloat16).save_pretrained(tmp_path)
+    with HFEngine.launch(tmp_path, timeout_s=TIMEOUT_S) as engine:
         before = engine.generate(PROMPTS, max_new_tokens=8)
         [file] = tmp_path.glob("*.safetensors")
         with open(file, "r+b") as opened:  # in place: the inode that a mapping would show
