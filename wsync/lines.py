@@ -18,7 +18,6 @@ class Line:
 
     transport: str
     sender: Sender
-    slots_nbytes: int
 
 
 def open_lines(
@@ -56,7 +55,10 @@ def _open_line(
     transport = choices[0].transport
     counts = [len(choice.topology.receivers) for choice in choices]
     sender = transport.sender(
-        slot_bytes=plan.capacity, num_slots=config.num_slots, receivers=sum(counts), generation=generation
+        slot_bytes=plan.capacity,
+        num_slots=min(config.num_slots, len(plan.buckets)) or 1,
+        receivers=sum(counts),
+        generation=generation,
     )
     try:
         ticket = sender.ticket()
@@ -73,4 +75,4 @@ def _open_line(
     except BaseException:
         sender.close()
         raise
-    return Line(transport=transport.name, sender=sender, slots_nbytes=plan.capacity * config.num_slots)
+    return Line(transport=transport.name, sender=sender)

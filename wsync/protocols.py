@@ -11,7 +11,6 @@ old version. Each method says what it raises and what state it leaves.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -134,6 +133,11 @@ class Sender(Protocol):
     by_reference: bool
     """True if `hand_over` works: the receivers can read this process's tensors in place."""
 
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the slots that exist, in bytes."""
+        ...
+
     def ticket(self) -> Ticket:
         """What receivers need to connect. The same for all; each adds its own index."""
         ...
@@ -143,9 +147,10 @@ class Sender(Protocol):
         ...
 
     def acquire(self, deadline: Deadline) -> torch.Tensor:
-        """The next free slot: uint8 `[bucket_bytes]`, fixed address. Waits for the slowest receiver.
+        """The next free slot: uint8 `[slot_bytes]`, fixed address. Waits for the slowest receiver.
 
-        Raises `PeerError` if a receiver died or failed, `SyncTimeout`, `ClosedError`.
+        Raises `PeerError` if a receiver died or failed, `SyncTimeout`, `ClosedError`, `TransportError` if slots are
+        made when first used and there is no memory for one.
         """
         ...
 
@@ -197,7 +202,7 @@ class Transport(Protocol):
         ...
 
     def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> Sender:
-        """A sender with its slots allocated. Raises `TransportError` if the memory cannot be had."""
+        """A sender of `num_slots` slots. Raises `TransportError` if the memory cannot be had."""
         ...
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> Receiver:

@@ -280,7 +280,7 @@ class Session:
 
     def _report(self, version: int, watch: Stopwatch, pause_seconds: float) -> SyncReport:
         plan = self._agreement.plan
-        held = sum(line.slots_nbytes for line in self._lines) + self._producer.staging_bytes
+        held = sum(line.sender.held_bytes for line in self._lines) + self._producer.staging_bytes
         return SyncReport(
             version=version,
             nbytes=plan.nbytes,

@@ -79,8 +79,12 @@ class SenderWrapper:
         self._inner = inner
         self.by_reference = inner.by_reference
 
-    def ticket(self) -> Ticket:
+    @property
+    def held_bytes(self) -> int:
         """As the inner sender; so are all methods."""
+        return self._inner.held_bytes
+
+    def ticket(self) -> Ticket:
         return self._inner.ticket()
 
     def accept(self, deadline: Deadline) -> None:

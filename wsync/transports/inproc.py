@@ -74,10 +74,8 @@ class InprocSender:
     by_reference = True
 
     def __init__(self, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> None:
-        try:
-            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
-        except RuntimeError as error:
-            raise TransportError(f"cannot allocate {num_slots} slots of {slot_bytes} bytes: {error}") from error
+        # Made when first acquired: a session that hands everything over never pays for them.
+        self._slots: list[torch.Tensor] = []
         ticket = Ticket(
             transport="inproc",
             address=secrets.token_hex(16),
@@ -88,6 +86,11 @@ class InprocSender:
         self._receivers = receivers
         self._close = weakref.finalize(self, self._channel.end, self._slots)
         _channels[ticket.address] = self._channel
+
+    @property
+    def held_bytes(self) -> int:
+        """See `wsync.Sender`."""
+        return sum(slot.nbytes for slot in self._slots)
 
     def ticket(self) -> Ticket:
         """See `wsync.Sender`."""
@@ -112,6 +115,8 @@ class InprocSender:
         with self._channel.changed:
             slot, count = self._channel.ring.acquire()
             self._wait(count, range(self._receivers), deadline)
+            if slot == len(self._slots):
+                self._slots.append(_allocate(self._channel.slot_bytes))
             self._channel.ring.acquired()
             return self._slots[slot]
 
@@ -164,6 +169,13 @@ class InprocSender:
     def _publish(self, sequence: int, bucket: Bucket, payload: tuple[torch.Tensor, ...] | torch.Tensor) -> None:
         self._channel.items[sequence] = (bucket.index, payload)
         self._channel.changed.notify_all()
+
+
+def _allocate(nbytes: int) -> torch.Tensor:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise TransportError(f"cannot allocate a slot of {nbytes} bytes: {error}; lower bucket_bytes") from error
 
 
 class InprocReceiver:

@@ -43,6 +43,11 @@ class ShmSender:
         self._closed = False
         self._using = threading.RLock()
 
+    @property
+    def held_bytes(self) -> int:
+        """See `wsync.Sender`."""
+        return sum(slot.nbytes for slot in self._slots)
+
     def ticket(self) -> Ticket:
         """See `wsync.Sender`."""
         return self._listener.ticket
