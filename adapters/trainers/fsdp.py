@@ -1,7 +1,7 @@
 """Producer for FSDP2 (`fully_shard`), tensor parallelism, and any other module with DTensor parameters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import nn
@@ -34,20 +34,25 @@ class FSDPProducer(ShardedProducer):
             if isinstance(child, FSDPModule):
                 child.reshard()
 
-    def _local(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Region]:
+    def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Hashable]:
         if not isinstance(tensor, DTensor):
-            return super()._local(name, tensor)
-        local, mesh = tensor.to_local(), tensor.device_mesh
+            return super()._local(tensor)
+        return tensor.to_local(), (tensor.placements, tensor.device_mesh)
+
+    def _region(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> Region:
+        if not isinstance(tensor, DTensor):
+            return super()._region(name, tensor, local)
+        mesh = tensor.device_mesh
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            return local, Region.span(0, 0)
+            return Region.span(0, 0)
         starts, sizes = shard_box(name, tensor.shape, mesh.shape, coordinate, tensor.placements)
         if tuple(local.shape) != sizes and 0 not in sizes:
             raise UnsupportedError(
                 f"{name} {list(tensor.shape)}: rank at {list(coordinate)} of mesh {list(mesh.shape)} holds "
                 f"{list(local.shape)}, but {list(tensor.placements)} make it {list(sizes)}"
             )
-        return local, Region.box(tensor.shape, starts, sizes)
+        return Region.box(tensor.shape, starts, sizes)
 
 
 def shard_box(

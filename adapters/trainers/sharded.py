@@ -1,7 +1,7 @@
 """The part of a producer that does not care how a module was sharded: ranks hold regions, buckets are put together."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -36,6 +36,7 @@ class ShardedProducer:
         self._module = weakref.ref(module)
         self._kind = type(module).__name__
         self._layouts: dict[str, Layout] = {}
+        self._known: dict[Hashable, Layout] = {}
         self._sources: list[Source] = []
         self._pieces: dict[tuple[str, Region], Piece] = {}
         self._tensors: dict[str, torch.Tensor] = {}
@@ -89,7 +90,7 @@ class ShardedProducer:
         changed = [
             f"{name} (was {layout}, is {tensors[name][1] if name in tensors else 'gone'})"
             for name, layout in self._layouts.items()
-            if name not in tensors or tensors[name][1] != layout
+            if name not in tensors or (tensors[name][1] is not layout and tensors[name][1] != layout)
         ]
         if changed:
             raise MismatchError(
@@ -161,9 +162,13 @@ class ShardedProducer:
     def _settle(self, module: nn.Module) -> None:
         """Bring `module` into the state in which its parameters are the sharded ones. Local."""
 
-    def _local(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, Region]:
-        """The elements of `tensor` that are in this process, and their region. Raises `UnsupportedError`."""
-        return tensor, Region.whole(tensor.shape)
+    def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Hashable]:
+        """The elements of `tensor` in this process, and what tells where they belong if their shape does not."""
+        return tensor, None
+
+    def _region(self, name: str, tensor: torch.Tensor, local: torch.Tensor) -> Region:
+        """Positions of `local` in the flattened full `tensor`. Raises `UnsupportedError`."""
+        return Region.whole(tensor.shape)
 
     def _alive(self) -> nn.Module:
         module = self._module()
@@ -179,13 +184,16 @@ class ShardedProducer:
         with torch.no_grad():
             for name, held in held_tensors(module).items():
                 _check_exportable(name, held.tensor)
-                local, region = self._local(name, held.tensor)
-                layout = Layout(
-                    shape=tuple(held.tensor.shape),
-                    dtype=held.tensor.dtype,
-                    region=region,
-                    memory=Region(0, tuple(local.shape), local.stride()),
-                )
+                local, placing = self._local(held.tensor)
+                key = (held.tensor.shape, held.tensor.dtype, local.shape, local.stride(), placing)
+                layout = self._known.get(key)
+                if layout is None:
+                    layout = self._known[key] = Layout(
+                        shape=tuple(held.tensor.shape),
+                        dtype=held.tensor.dtype,
+                        region=self._region(name, held.tensor, local),
+                        memory=Region(0, tuple(local.shape), local.stride()),
+                    )
                 found[name] = (local.detach(), layout)
         return found
 
