@@ -1,78 +1,13 @@
-"""The rules of `WorkerEngine` about order and state, with workers that only answer what they are told to."""
+"""The rules of `WorkerEngine` about attempts: what may be called when, and what is left after a failure."""
 
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
+from tests.unit.fake_engine import ERROR, FakeEngine, fail_update, soon
 from wsync import wire
-from wsync.config import PauseMode
-from wsync.deadline import Deadline
-from wsync.engine import WorkerEngine
 from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout
-
-ERROR = {"type": "ValueError", "message": "no room", "traceback": "Traceback: line 7"}
-
-
-class FakeEngine(WorkerEngine):
-    """Two workers. `answers[method]` are their replies, or an exception that the call raises."""
-
-    name = "fake"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-        self.hooks: list[str] = []
-        self.reason: str | None = None
-        self.hold = threading.Event()
-        self.hold.set()
-        self.answers: dict[str, Any] = {
-            "hello": [{"version": 0, "state": "serving", "endpoint": None}] * 2,
-            "update": [{"digests": {"a": 1}}, {"digests": {"a": 2}}],
-            "publish": [{}, {}],
-            "abort": [{}, {}],
-            "describe": [{"manifest": "m0"}, {"manifest": "m1"}],
-            "detach": [{}, {}],
-        }
-
-    def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
-        self.calls.append(method)
-        if method == "update":
-            assert self.hold.wait(30)
-        answer = self.answers[method]
-        if isinstance(answer, Exception):
-            raise answer
-        return [wire.pack(reply if isinstance(reply, bytes) or "error" in reply else {"ok": reply}) for reply in answer]
-
-    def guard(self, reason: str | None) -> None:
-        self.reason = reason
-
-    def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        self.hooks.append(f"pause {mode}")
-
-    def on_resume(self) -> None:
-        self.hooks.append("resume")
-
-    def on_reset_cache(self) -> None:
-        self.hooks.append("reset")
-
-    def on_sleep(self, level: int) -> None:
-        assert self.reason is not None, "memory goes away under an engine that still serves"
-        self.hooks.append(f"sleep {level}")
-
-    def on_wake_up(self, tags: Sequence[str]) -> None:
-        self.hooks.append(f"wake {'+'.join(tags)}")
-
-    def sync(self, version: int) -> None:
-        attempt = f"attempt {version}"
-        self.begin(version, attempt, soon(), digest=True)
-        self.join(soon())
-        self.finish(version, attempt, soon())
-
-
-def soon(seconds: float = 20.0) -> Deadline:
-    return Deadline.after(seconds)
 
 
 @pytest.fixture
@@ -113,51 +48,6 @@ def test_workers_that_were_left_in_doubt_serve_after_a_sync(engine: FakeEngine, 
 
 
 # Order: errors come before any call.
-
-
-def test_no_update_while_asleep(engine: FakeEngine) -> None:
-    engine.version()
-    engine.sleep(2)
-    for forbidden in (
-        lambda: engine.begin(1, "a", soon(), digest=False),
-        lambda: engine.describe([], soon()),
-        lambda: engine.pause("wait", soon()),
-    ):
-        with pytest.raises(EngineStateError, match=r"asleep.*wake_up\(\['weights'\]\)"):
-            forbidden()
-    assert engine.calls == ["hello"]
-    assert engine.hooks == ["sleep 2"]
-
-
-def test_weights_wake_before_kv_cache(engine: FakeEngine) -> None:
-    engine.sleep(1)
-    with pytest.raises(EngineStateError, match="'weights' before 'kv_cache'"):
-        engine.wake_up(["kv_cache"])
-    with pytest.raises(EngineStateError, match="unknown sleep tags"):
-        engine.wake_up(["cuda_graph"])
-    engine.wake_up(["weights"])
-    assert engine.reason is not None, "the cache is still asleep"
-    engine.wake_up(["kv_cache"])
-    engine.wake_up()
-    assert engine.hooks == ["sleep 1", "wake weights", "wake kv_cache"]
-    assert engine.reason is None
-
-
-def test_waking_all_at_once_goes_in_order(engine: FakeEngine) -> None:
-    engine.sleep(1)
-    engine.wake_up()
-    assert engine.hooks == ["sleep 1", "wake weights+kv_cache"]
-
-
-def test_sleep_is_idempotent_but_never_half_done(engine: FakeEngine) -> None:
-    with pytest.raises(EngineStateError, match="sleep level 3"):
-        engine.sleep(3)
-    engine.sleep(2)
-    engine.sleep(2)
-    assert engine.hooks == ["sleep 2"]
-    engine.wake_up(["weights"])
-    with pytest.raises(EngineStateError, match="half awake"):
-        engine.sleep(2)
 
 
 def test_join_and_finish_need_a_begin(engine: FakeEngine) -> None:
@@ -223,15 +113,6 @@ def test_no_begin_while_the_last_call_is_unanswered(engine: FakeEngine) -> None:
 
 
 # Outcomes of an abort.
-
-
-def fail_update(engine: FakeEngine) -> None:
-    engine.answers["update"] = [{"digests": {}}, {"error": ERROR}]
-    engine.version()
-    engine.begin(1, "a", soon(), digest=False)
-    with pytest.raises(PeerError, match="worker 1 of fake failed in 'update': ValueError: no room") as caught:
-        engine.join(soon())
-    assert "line 7" in caught.value.remote_traceback
 
 
 def test_abort_before_a_byte_was_written_serves_the_old_version(engine: FakeEngine) -> None:
@@ -311,75 +192,6 @@ def test_a_failure_to_publish_tears(engine: FakeEngine, step: str, monkeypatch: 
     engine.abort("attempt 1", "too late", soon())
     assert engine.reason is not None
     assert "could not be published" in engine.reason
-
-
-# Void: slept at level 2.
-
-
-def test_void_until_a_sync(engine: FakeEngine) -> None:
-    engine.sleep(2)
-    engine.wake_up()
-    with pytest.raises(EngineStateError, match="no weights since its level-2 sleep"):
-        engine.resume()
-    assert engine.reason is not None
-    engine.sync(1)
-    engine.resume()
-    assert engine.reason is None
-
-
-def test_level_1_after_level_2_does_not_bring_weights_back(engine: FakeEngine) -> None:
-    engine.sleep(2)
-    engine.wake_up()
-    engine.sleep(1)
-    engine.wake_up()
-    assert engine.reason is not None
-    assert "level-2" in engine.reason
-
-
-def test_an_abort_does_not_make_a_void_engine_serve(engine: FakeEngine) -> None:
-    engine.sleep(2)
-    engine.wake_up()
-    fail_update(engine)
-    engine.abort("a", "no room", soon())
-    assert engine.reason is not None
-    assert "level-2" in engine.reason
-
-
-# The co-located order: the cache sleeps through the sync.
-
-
-def test_resume_waits_for_the_cache(engine: FakeEngine) -> None:
-    engine.sleep(2)
-    engine.wake_up(["weights"])
-    engine.pause("abort", soon())
-    engine.sync(1)
-    engine.resume()
-    assert "resume" not in engine.hooks
-    assert engine.reason is not None
-    engine.wake_up(["kv_cache"])
-    assert engine.hooks[-2:] == ["wake kv_cache", "resume"]
-    assert engine.reason is None
-
-
-def test_a_pause_forgets_the_resume_that_waited(engine: FakeEngine) -> None:
-    engine.sleep(1)
-    engine.wake_up(["weights"])
-    engine.resume()
-    engine.pause("wait", soon())
-    engine.wake_up()
-    assert "resume" not in engine.hooks
-
-
-def test_waking_the_cache_in_the_middle_of_a_sync_does_not_make_it_serve(engine: FakeEngine) -> None:
-    engine.sleep(2)
-    engine.wake_up(["weights"])
-    engine.begin(1, "a", soon(), digest=False)
-    engine.wake_up(["kv_cache"])
-    assert engine.reason is not None
-    assert "taking version 1" in engine.reason
-    engine.join(soon())
-    engine.finish(1, "a", soon())
-    assert engine.reason is None
 
 
 # Answers.

@@ -1,0 +1,85 @@
+"""A `WorkerEngine` whose two workers only answer what they are told to."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from wsync import wire
+from wsync.config import PauseMode
+from wsync.deadline import Deadline
+from wsync.engine import WorkerEngine
+from wsync.errors import PeerError
+
+ERROR = {"type": "ValueError", "message": "no room", "traceback": "Traceback: line 7"}
+
+
+class FakeEngine(WorkerEngine):
+    """Two workers. `answers[method]` are their replies, or an exception that the call raises."""
+
+    name = "fake"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.hooks: list[str] = []
+        self.reason: str | None = None
+        self.hold = threading.Event()
+        self.hold.set()
+        self.answers: dict[str, Any] = {
+            "hello": [{"version": 0, "state": "serving", "endpoint": None}] * 2,
+            "update": [{"digests": {"a": 1}}, {"digests": {"a": 2}}],
+            "publish": [{}, {}],
+            "abort": [{}, {}],
+            "describe": [{"manifest": "m0"}, {"manifest": "m1"}],
+            "detach": [{}, {}],
+        }
+
+    def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
+        self.calls.append(method)
+        if method == "update":
+            assert self.hold.wait(30)
+        answer = self.answers[method]
+        if isinstance(answer, Exception):
+            raise answer
+        return [wire.pack(reply if isinstance(reply, bytes) or "error" in reply else {"ok": reply}) for reply in answer]
+
+    def guard(self, reason: str | None) -> None:
+        self.reason = reason
+
+    def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        self.hooks.append(f"pause {mode}")
+
+    def on_resume(self) -> None:
+        self.hooks.append("resume")
+
+    def on_reset_cache(self) -> None:
+        self.hooks.append("reset")
+
+    def on_sleep(self, level: int) -> None:
+        assert self.reason is not None, "memory goes away under an engine that still serves"
+        self.hooks.append(f"sleep {level}")
+
+    def on_wake_up(self, tags: Sequence[str]) -> None:
+        self.hooks.append(f"wake {'+'.join(tags)}")
+
+    def sync(self, version: int) -> None:
+        attempt = f"attempt {version}"
+        self.begin(version, attempt, soon(), digest=True)
+        self.join(soon())
+        self.finish(version, attempt, soon())
+
+
+def soon(seconds: float = 20.0) -> Deadline:
+    return Deadline.after(seconds)
+
+
+def fail_update(engine: FakeEngine) -> None:
+    """Begin attempt "a" for version 1; its second worker fails."""
+    engine.answers["update"] = [{"digests": {}}, {"error": ERROR}]
+    engine.version()
+    engine.begin(1, "a", soon(), digest=False)
+    with pytest.raises(PeerError, match="worker 1 of fake failed in 'update': ValueError: no room") as caught:
+        engine.join(soon())
+    assert "line 7" in caught.value.remote_traceback

@@ -1,0 +1,125 @@
+"""The rules of `WorkerEngine` about sleep: tags in order, nothing served without weights, syncs while half awake."""
+
+import pytest
+
+from tests.unit.fake_engine import FakeEngine, fail_update, soon
+from wsync.errors import EngineStateError
+
+
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
+def test_no_update_while_asleep(engine: FakeEngine) -> None:
+    engine.version()
+    engine.sleep(2)
+    for forbidden in (
+        lambda: engine.begin(1, "a", soon(), digest=False),
+        lambda: engine.describe([], soon()),
+        lambda: engine.pause("wait", soon()),
+    ):
+        with pytest.raises(EngineStateError, match=r"asleep.*wake_up\(\['weights'\]\)"):
+            forbidden()
+    assert engine.calls == ["hello"]
+    assert engine.hooks == ["sleep 2"]
+
+
+def test_weights_wake_before_kv_cache(engine: FakeEngine) -> None:
+    engine.sleep(1)
+    with pytest.raises(EngineStateError, match="'weights' before 'kv_cache'"):
+        engine.wake_up(["kv_cache"])
+    with pytest.raises(EngineStateError, match="unknown sleep tags"):
+        engine.wake_up(["cuda_graph"])
+    engine.wake_up(["weights"])
+    assert engine.reason is not None, "the cache is still asleep"
+    engine.wake_up(["kv_cache"])
+    engine.wake_up()
+    assert engine.hooks == ["sleep 1", "wake weights", "wake kv_cache"]
+    assert engine.reason is None
+
+
+def test_waking_all_at_once_goes_in_order(engine: FakeEngine) -> None:
+    engine.sleep(1)
+    engine.wake_up()
+    assert engine.hooks == ["sleep 1", "wake weights+kv_cache"]
+
+
+def test_sleep_is_idempotent_but_never_half_done(engine: FakeEngine) -> None:
+    with pytest.raises(EngineStateError, match="sleep level 3"):
+        engine.sleep(3)
+    engine.sleep(2)
+    engine.sleep(2)
+    assert engine.hooks == ["sleep 2"]
+    engine.wake_up(["weights"])
+    with pytest.raises(EngineStateError, match="half awake"):
+        engine.sleep(2)
+
+
+# Void: slept at level 2.
+
+
+def test_void_until_a_sync(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up()
+    with pytest.raises(EngineStateError, match="no weights since its level-2 sleep"):
+        engine.resume()
+    assert engine.reason is not None
+    engine.sync(1)
+    engine.resume()
+    assert engine.reason is None
+
+
+def test_level_1_after_level_2_does_not_bring_weights_back(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up()
+    engine.sleep(1)
+    engine.wake_up()
+    assert engine.reason is not None
+    assert "level-2" in engine.reason
+
+
+def test_an_abort_does_not_make_a_void_engine_serve(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up()
+    fail_update(engine)
+    engine.abort("a", "no room", soon())
+    assert engine.reason is not None
+    assert "level-2" in engine.reason
+
+
+# The co-located order: the cache sleeps through the sync.
+
+
+def test_resume_waits_for_the_cache(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up(["weights"])
+    engine.pause("abort", soon())
+    engine.sync(1)
+    engine.resume()
+    assert "resume" not in engine.hooks
+    assert engine.reason is not None
+    engine.wake_up(["kv_cache"])
+    assert engine.hooks[-2:] == ["wake kv_cache", "resume"]
+    assert engine.reason is None
+
+
+def test_a_pause_forgets_the_resume_that_waited(engine: FakeEngine) -> None:
+    engine.sleep(1)
+    engine.wake_up(["weights"])
+    engine.resume()
+    engine.pause("wait", soon())
+    engine.wake_up()
+    assert "resume" not in engine.hooks
+
+
+def test_waking_the_cache_in_the_middle_of_a_sync_does_not_make_it_serve(engine: FakeEngine) -> None:
+    engine.sleep(2)
+    engine.wake_up(["weights"])
+    engine.begin(1, "a", soon(), digest=False)
+    engine.wake_up(["kv_cache"])
+    assert engine.reason is not None
+    assert "taking version 1" in engine.reason
+    engine.join(soon())
+    engine.finish(1, "a", soon())
+    assert engine.reason is None
