@@ -56,13 +56,10 @@ def _only(kind: type) -> _Field:
 
 
 def _map(item: _Field) -> _Field:
-    def check(value: dict[object, object]) -> bool:
-        inner = item.check or bool
-        return set(map(type, value)) <= {str} and all(
-            type(v) in item.types and (item.check is None or inner(v)) for v in value.values()
-        )
+    def fits(value: object) -> bool:
+        return type(value) in item.types and (item.check is None or item.check(value))
 
-    return _Field((dict,), check)
+    return _Field((dict,), lambda value: {str}.issuperset(map(type, value)) and all(map(fits, value.values())))
 
 
 _TEXT, _BYTES, _FLAG, _INTEGERS, _TEXTS = _Field((str,)), _Field((bytes,)), _Field((bool,)), _only(int), _only(str)

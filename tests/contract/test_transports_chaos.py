@@ -1,11 +1,12 @@
 """Faults drawn from seeds: the end is an error or the right bytes, never silence or something else."""
 
 import threading
+from functools import partial
 
 import pytest
 
 from wsync.deadline import Deadline
-from wsync.errors import TransportError, WsyncError
+from wsync.errors import PeerError, TransportError, WsyncError
 from wsync.testing.actors import Actor, Order, consume
 from wsync.testing.bench import BUCKET_BYTES, Bench
 from wsync.testing.chaos import ChaosTransport, Fault, Kind
@@ -96,4 +97,17 @@ def test_a_fault_on_the_receivers_side_is_raised_there() -> None:
     assert next(buckets)[0] == PLAN.buckets[0]
     with pytest.raises(TransportError, match="on purpose"):
         next(buckets)
+    sender.close()
+
+
+def test_a_receiver_that_a_fault_kills_is_missed() -> None:
+    bench = BENCHES["shm"]
+    make = partial(ChaosTransport, ShmTransport(), Fault(kind="kill", bucket=2, side="receiver"))
+    sender = ShmTransport().sender(slot_bytes=PLAN.capacity, num_slots=2, receivers=1, generation=1)
+    order = Order(ticket=sender.ticket(), plan=PLAN)
+    with Actor(True, bench.timeout_s, consume, make, order) as actor:
+        sender.accept(bench.deadline)
+        with pytest.raises(PeerError, match=r"receiver 0 \(pid \d+\)"):
+            bench.send(sender, PLAN, TENSORS)
+        actor.hear("connected")
     sender.close()
