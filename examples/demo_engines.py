@@ -72,6 +72,7 @@ class VLLMDemoEngine:
             self._llm = vllm.LLM(
                 str(folder),
                 dtype="float32",
+                distributed_executor_backend="uni",
                 enforce_eager=True,
                 max_model_len=128,
                 kv_cache_memory_bytes=64 << 20,
