@@ -5,9 +5,11 @@ torchrun with distributed_executor_backend="external_launcher" (every rank owns 
 and the default, with an engine-core process and worker processes. The last needs the worker extension.
 """
 
+import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import wait
 from socket import socketpair
@@ -21,6 +23,7 @@ from wsync.engine import WorkerEngine
 from wsync.errors import ConfigError, EngineStateError, PeerError, SyncTimeout, UnsupportedError, WsyncError
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
+from wsync.topology import Endpoint, local_endpoint
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
 
@@ -75,6 +78,9 @@ class VLLMEngine(WorkerEngine):
         self._call: Background[Any] | None = None
         self._patience_s = _PATIENCE_S
         self._held = False
+        self._dead: str | None = None
+        self._pidfds: dict[int, int] = {}
+        weakref.finalize(self, _close_all, self._pidfds)
         if _local_worker(llm) is None:
             _check_extension(llm)
 
@@ -104,6 +110,15 @@ class VLLMEngine(WorkerEngine):
                 entries[name] = _Refusal(reason, hidden)
             elif hidden is not None:
                 entries[name] = hidden
+
+    def endpoints(self) -> Sequence[Endpoint]:
+        """Every worker, in the order of worker ranks. From then on the death of one of them is noticed at once."""
+        endpoints = super().endpoints()
+        here = local_endpoint("cpu")
+        for pid in {endpoint.pid for endpoint in endpoints if endpoint.host == here.host} - {here.pid, *self._pidfds}:
+            with suppress(OSError):  # then it is the engine core that notices, later
+                self._pidfds[pid] = os.pidfd_open(pid)
+        return endpoints
 
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
         """Dry-run the loader of every worker on `specs`. Nothing is written."""
@@ -196,27 +211,36 @@ class VLLMEngine(WorkerEngine):
 
         vLLM waits without limit for an engine core that died with a call unanswered.
         """
+        if self._dead is not None:
+            raise PeerError(f"{self._dead}; start a new vllm.LLM")
         if self._call is not None and not self._call.done:
-            raise EngineStateError(
-                f"{self.name} has not answered an earlier call yet: still waiting for {self._call.name}"
-            )
-        manager = _process_manager(self._llm())
+            raise EngineStateError(f"{self.name} has not answered yet: still waiting for {self._call.name}")
         call: Background[T] = Background(f"{self.name} to {doing}", work)
         self._call = call
         ended, at_end = socketpair()
         call.add_done_callback(at_end.close)
         with ended:
-            ready = wait([ended, *(manager.sentinels() if manager is not None else ())], timeout_s)
+            ready = wait([ended, *self._lifelines()], timeout_s)
         if not ready:
             raise SyncTimeout(f"gave up after {timeout_s:g} s: still waiting for {call.name}")
         if not call.done:
-            raise PeerError(f"{self.name} died: {_obituary(manager)}, while waiting for {call.name}")
+            self._dead = f"{self.name} died: {self._obituary(ready)}, while waiting for {call.name}"
+            raise PeerError(self._dead)
         try:
             return call.result(Deadline.after(1.0))
         except WsyncError:
             raise
         except Exception as error:
             raise PeerError(f"{self.name} failed to {doing}: {type(error).__name__}: {error}") from error
+
+    def _lifelines(self) -> list[int]:
+        """What becomes readable when the engine-core process or a worker process ends."""
+        manager = _process_manager(self._llm())
+        return [*(manager.sentinels() if manager is not None else ()), *self._pidfds.values()]
+
+    def _obituary(self, ready: Sequence[object]) -> str:
+        workers = [str(pid) for pid, fd in self._pidfds.items() if fd in ready]
+        return f"its worker process {', '.join(workers)} ended" if workers else "its engine-core process ended"
 
 
 class _Refusal:
@@ -256,9 +280,9 @@ def _process_manager(llm: Any) -> Any | None:
     return getattr(getattr(llm.llm_engine.engine_core, "resources", None), "engine_manager", None)
 
 
-def _obituary(manager: Any) -> str:
-    dead = [f"process {name} ended with exit code {code}" for name, code in manager.finished_procs().items()]
-    return ", ".join(dead) or "its engine-core process ended"
+def _close_all(descriptors: dict[int, int]) -> None:
+    for descriptor in descriptors.values():
+        os.close(descriptor)
 
 
 def _check_extension(llm: Any) -> None:

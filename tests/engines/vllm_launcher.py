@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.rendezvous import rendezvous
 
 import tests.engines.vllm_plain  # noqa: F401 - before the first engine
 import wsync
@@ -45,9 +47,8 @@ def torn_on_one(llm: Any, folder: Path, healed_with: Path, rank: int) -> Facts:
 
 def run(models: Path, tp: int) -> Facts:
     """Everything, with one engine on both ranks (`tp` 2) or one on each (`tp` 1)."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    agent = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore(f"tp{tp}", agent), rank=rank, world_size=size)
+    store, rank, size = next(iter(rendezvous("env://")))
+    dist.init_process_group("gloo", store=PrefixStore(f"tp{tp}", store), rank=rank, world_size=size)
     a, b = models / "llama_a", models / "llama_b"
     engines = [start(a, tensor_parallel_size=tp, distributed_executor_backend="external_launcher")]
     facts = update(engines[0], b, sharded)

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 import wsync
 from tests.engines.vllm_models import prompts
 from tests.engines.vllm_program import (
@@ -17,6 +15,8 @@ from tests.engines.vllm_program import (
     Facts,
     Tripwire,
     caught,
+    kit,
+    live_tensors,
     sampling,
     start,
     tokens,
@@ -80,8 +80,9 @@ def killed(llm: Any, folder: Path, victim: int) -> Facts:
 def processes(llm: Any) -> list[int]:
     """The engine core, then the workers that it started."""
     core = llm.llm_engine.engine_core.resources.engine_manager.processes[0].pid
-    children = psutil.Process(core).children()
-    return [core, *(child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline()))]
+    children = Path(f"/proc/{core}/task/{core}/children").read_text().split()
+    workers = [pid for pid in children if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [core, *map(int, workers)]
 
 
 def run(models: Path, tp: int) -> Facts:
@@ -90,9 +91,8 @@ def run(models: Path, tp: int) -> Facts:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
     llm = start(a, tensor_parallel_size=tp, worker_extension_cls=EXTENSION)
     core, *workers = processes(llm)
-    facts: Facts = {"update": update(llm, b), "frozen": frozen(llm, a)}
+    facts: Facts = {"extension": without_extension(llm), "update": update(llm, b), "frozen": frozen(llm, a)}
     if tp == 2:
-        facts["extension"] = without_extension(llm)
         facts["kit"] = kit(llm, "llama", "shm", live_tensors)
     facts["stalled"] = stalled(llm, b, workers[-1])
     facts["killed"] = killed(llm, a, core if tp == 1 else workers[-1])
