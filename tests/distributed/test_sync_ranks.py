@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import wsync
 from wsync.adapters.engines.hf import HFEngine
-from wsync.adapters.trainers.fsdp import FSDPProducer
+from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.testing.ranks import Rank, run_ranks
 
 CONFIG = wsync.SyncConfig(bucket_bytes=32 << 10, timeout_s=20.0)
@@ -111,20 +111,20 @@ def a_rank_fails_at_bucket_two(me: Rank) -> tuple[str, str]:
     words = serving = ""
     with launched_on_rank_zero(me) as engine:
         wsync.sync(actor, engine, config=CONFIG)
-        healthy = FSDPProducer.stage
+        healthy = ShardedProducer.stage
 
-        def stage(self: FSDPProducer, bucket: wsync.Bucket) -> None:
+        def stage(self: ShardedProducer, bucket: wsync.Bucket) -> None:
             if me.rank == 1 and bucket.index == 2:
                 raise MemoryError("no room to pack bucket 2")
             healthy(self, bucket)
 
         optimizer_step(actor)
-        FSDPProducer.stage = stage  # type: ignore[method-assign]
+        ShardedProducer.stage = stage  # type: ignore[method-assign]
         try:
             wsync.sync(actor, engine, config=CONFIG)
         except (wsync.RankError, MemoryError) as error:
             words = f"{type(error).__name__}: {error}"
-        FSDPProducer.stage = healthy  # type: ignore[method-assign]
+        ShardedProducer.stage = healthy  # type: ignore[method-assign]
         if engine is not None:
             with pytest.raises(wsync.EngineStateError) as caught:
                 engine.generate(PROMPTS, max_new_tokens=4)
@@ -166,17 +166,17 @@ def the_engine_is_killed(me: Rank) -> str:
     actor = sharded(1)
     with launched_on_rank_zero(me) as engine:
         wsync.sync(actor, engine, config=CONFIG)
-        healthy = FSDPProducer.stage
+        healthy = ShardedProducer.stage
 
-        def stage(self: FSDPProducer, bucket: wsync.Bucket) -> None:
+        def stage(self: ShardedProducer, bucket: wsync.Bucket) -> None:
             if engine is not None and bucket.index == 2 and engine.pid is not None:
                 os.kill(engine.pid, signal.SIGKILL)
             healthy(self, bucket)
 
-        FSDPProducer.stage = stage  # type: ignore[method-assign]
+        ShardedProducer.stage = stage  # type: ignore[method-assign]
         with pytest.raises((wsync.PeerError, wsync.RankError)) as caught:
             wsync.sync(actor, engine, config=CONFIG)
-        FSDPProducer.stage = healthy  # type: ignore[method-assign]
+        ShardedProducer.stage = healthy  # type: ignore[method-assign]
         optimizer_step(actor)
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -186,14 +186,14 @@ def a_rank_is_killed(me: Rank) -> tuple[str, bool]:
     actor = sharded(1)
     with launched_on_rank_zero(me) as engine:
         wsync.sync(actor, engine, config=replace(CONFIG, timeout_s=4.0))
-        healthy = FSDPProducer.stage
+        healthy = ShardedProducer.stage
 
-        def stage(self: FSDPProducer, bucket: wsync.Bucket) -> None:
+        def stage(self: ShardedProducer, bucket: wsync.Bucket) -> None:
             if me.rank == 1 and bucket.index == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
             healthy(self, bucket)
 
-        FSDPProducer.stage = stage  # type: ignore[method-assign]
+        ShardedProducer.stage = stage  # type: ignore[method-assign]
         with pytest.raises(wsync.WsyncError) as caught:
             wsync.sync(actor, engine, config=replace(CONFIG, timeout_s=4.0))
         assert engine is not None
