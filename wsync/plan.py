@@ -109,7 +109,7 @@ class Bucket:
     """Tensors that share one slot."""
 
     index: int
-    """Place in the plan, from 0; bucket i uses slot `i % num_slots`."""
+    """Place in the plan, from 0. Slots are taken in turn, over all syncs of a session."""
 
     tensors: tuple[TensorMeta, ...]
     """In ascending order of `offset`."""
