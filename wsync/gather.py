@@ -160,11 +160,12 @@ class GatherPlan:
 
     def _routes(self, tensor: TensorMeta, region: Region, ranks: Sequence[int]) -> list[tuple[int, int]]:
         """(sender, the rank that it gets `region` from) for every sender; counts the load of the sources."""
+        if not tensor.is_whole:
+            low, high = region.bounds
+            first, last = tensor.elements.bounds
+            if low >= last or high <= first:
+                return []
         routes = []
-        low, high = region.bounds
-        first, last = tensor.elements.bounds
-        if low >= last or high <= first:
-            return []
         nbytes = min(region.numel * tensor.dtype.itemsize, tensor.chunk_nbytes)
         for sender in self._senders:
             source = sender
@@ -206,8 +207,7 @@ def holders_of(spec: TensorSpec) -> dict[Region, tuple[int, ...]]:
 def _parts(tensor: TensorMeta, owner: Region) -> list[Part]:
     """What `owner` gives to this chunk."""
     if tensor.is_whole:
-        shared: tuple[Region, ...] = (owner,)
-        pairs = aligned((Region.span(0, owner.numel),), shared)
+        pairs = [(Region.whole(owner.sizes), owner)]
     else:
         shared = owner.intersect(tensor.elements)
         pairs = aligned(

@@ -206,8 +206,8 @@ def _in_slot(part: Part) -> Region:
 
 
 def _placed(part: Part, source: Region) -> Move:
-    [(here, there)] = aligned((source,), (_in_slot(part),))
-    return Move(dtype=part.tensor.dtype, source=here, target=there)
+    target = _in_slot(part)
+    return Move(dtype=part.tensor.dtype, source=Region.whole(target.sizes).translate(source.offset), target=target)
 
 
 def _loads(part: Part, target: Region, pieces: Pieces, layouts: Mapping[str, Layout]) -> Iterable[Load]:

@@ -181,3 +181,11 @@ def test_a_bucket_must_be_staged_before_it_is_filled() -> None:
 def test_what_has_no_bytes_is_refused_by_name(module: nn.Module, words: str) -> None:
     with pytest.raises(UnsupportedError, match=words):
         ModuleProducer(module).metadata()
+
+
+def test_a_module_whose_parameters_another_framework_partitioned_is_not_taken_for_a_plain_one() -> None:
+    module = nn.Linear(4, 4)
+    assert ModuleProducer.matches(module)
+    setattr(module.weight, "ds_id", 0)  # noqa: B010
+    assert not ModuleProducer.matches(module)
+    assert not ModuleProducer.matches(module.state_dict())
