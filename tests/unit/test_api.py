@@ -1,0 +1,226 @@
+"""`sync`, `sync_async` and `connect` as a user calls them, in one process with small modules."""
+
+import asyncio
+import gc
+import json
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import wsync
+from wsync import api
+from wsync.protocols import Engine
+from wsync.registry import engine_for
+
+
+class Net(nn.Module):
+    """Weights of a few kinds, and just enough to be taken for a model that generates."""
+
+    table: torch.Tensor
+
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.body = nn.Linear(32, 48, dtype=dtype)
+        self.head = nn.Linear(48, 8, bias=False, dtype=dtype)
+        self.register_buffer("table", torch.randn(16, generator=g), persistent=False)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=g))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x))
+        return out
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self(x)
+        return out
+
+
+@pytest.fixture(autouse=True)
+def no_sessions_left() -> Iterator[None]:
+    yield
+    gc.collect()
+    assert not api._sessions, "a session outlived its actor and engine"
+
+
+def same(actor: nn.Module, engine: nn.Module) -> bool:
+    return all(torch.equal(a, e) for a, e in zip(actor.parameters(), engine.parameters(), strict=True))
+
+
+def test_sync_connects_once_and_counts_versions() -> None:
+    actor, engine = Net(1), Net(2)
+    for version in (1, 2, 3):
+        with torch.no_grad():
+            actor.head.weight.add_(1.0)
+        report = wsync.sync(actor, engine)
+        assert report.version == version
+        assert same(actor, engine)
+        assert torch.equal(actor.table, engine.table), "a buffer that no checkpoint has stayed behind"
+        assert len(api._sessions) == 1
+
+
+def test_the_report_prints_a_table_and_is_json() -> None:
+    actor, engine = Net(1), Net(2)
+    report = wsync.sync(actor, engine)
+    assert str(report).startswith("wsync: version 1, 4 tensors")
+    fields = json.loads(report.to_json())
+    assert fields["nbytes"] == 4 * (32 * 48 + 48 + 48 * 8 + 16)
+    assert fields["transport"] == "inproc"
+    assert fields["gb_per_s"] > 0
+    assert fields["peak_bytes"] == 0, "whole tensors in one process need no slot"
+    assert report.control_seconds < report.seconds
+
+
+def test_the_engine_declares_the_dtype_and_a_config_overrides_it() -> None:
+    actor, engine = Net(1), Net(2, torch.bfloat16)
+    report = wsync.sync(actor, engine)
+    assert torch.equal(engine.head.weight, actor.head.weight.to(torch.bfloat16))
+    wide = wsync.sync(actor, engine, config=wsync.SyncConfig(dtype=torch.float32))
+    assert wide.nbytes > report.nbytes
+    assert torch.equal(engine.head.weight, actor.head.weight.to(torch.bfloat16))
+
+
+def test_another_config_is_another_session() -> None:
+    actor, engine = Net(1), Net(2)
+    wsync.sync(actor, engine)
+    report = wsync.sync(actor, engine, config=wsync.SyncConfig(bucket_bytes=4096, verify="digest"))
+    assert report.version == 2
+    assert len(api._sessions) == 1
+
+
+def test_a_session_keeps_neither_side_alive() -> None:
+    actor, engine = Net(1), Net(2)
+    wsync.sync(actor, engine)
+    gone = weakref.ref(actor), weakref.ref(engine)
+    del actor
+    gc.collect()
+    assert gone[0]() is None
+    assert not api._sessions
+    del engine
+    gc.collect()
+    assert gone[1]() is None
+
+
+def test_on_a_running_loop_sync_names_sync_async_which_works() -> None:
+    actor, engine = Net(1), Net(2)
+
+    async def main() -> wsync.SyncReport:
+        with pytest.raises(wsync.ConfigError, match=r"await wsync\.sync_async"):
+            wsync.sync(actor, engine)
+        return await wsync.sync_async(actor, engine)
+
+    assert asyncio.run(main()).version == 1
+    assert same(actor, engine)
+
+
+def test_the_loop_goes_on_during_sync_async() -> None:
+    actor, engine = Net(1), Net(2)
+    release = threading.Event()
+    held: Engine = engine_for(engine)
+    begin = type(held).begin
+
+    def slow(self: Engine, *args: object, **kwargs: object) -> None:
+        assert release.wait(30), "the loop stood still"
+        begin(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    async def main() -> None:
+        task = asyncio.create_task(wsync.sync_async(actor, engine))
+        await asyncio.to_thread(lambda: None)
+        release.set()
+        await task
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(held), "begin", slow)
+        asyncio.run(main())
+    assert same(actor, engine)
+
+
+def test_an_unknown_engine_or_actor_is_told_what_is_supported() -> None:
+    actor = Net(1)
+    with pytest.raises(wsync.UnsupportedError, match=r"this engine is a builtins\.dict.*Supported: vllm.*hf"):
+        wsync.sync(actor, {})
+    with pytest.raises(wsync.UnsupportedError, match=r"this actor is a builtins\.int.*Supported: fsdp.*module"):
+        wsync.sync(7, Net(2))
+    with pytest.raises(wsync.UnsupportedError, match="there is no transport 'carrier pigeon'"):
+        wsync.sync(actor, Net(2), config=wsync.SyncConfig(transport="carrier pigeon"))
+
+
+def test_no_engine_anywhere_is_an_error() -> None:
+    with pytest.raises(wsync.ConfigError, match="none of the 1 trainer rank"):
+        wsync.sync(Net(1), None)
+
+
+def test_a_version_must_grow() -> None:
+    actor, engine = Net(1), Net(2)
+    wsync.sync(actor, engine, version=7)
+    with pytest.raises(wsync.ConfigError, match="version 7 is not newer than version 7"):
+        wsync.sync(actor, engine, version=7)
+    assert wsync.sync(actor, engine).version == 8
+
+
+def test_several_engines_take_the_same_version() -> None:
+    actor, first, second = Net(1), Net(2), Net(3, torch.bfloat16)
+    wsync.sync(actor, first, version=5)
+    report = wsync.sync(actor, [first, second])
+    assert report.version == 6
+    assert same(actor, first)
+    assert torch.equal(second.head.weight, actor.head.weight.to(torch.bfloat16))
+    assert torch.equal(first.head.weight, actor.head.weight), "the narrower engine narrowed the other one's weights"
+
+
+def test_a_session_is_a_context_manager_and_explains_itself() -> None:
+    actor, engine = Net(1), Net(2)
+    with wsync.connect(actor, engine) as session:
+        text = session.explain()
+        session.sync()
+    assert "inproc" in text
+    assert "not shm" in text
+    with pytest.raises(wsync.ClosedError):
+        session.sync()
+    session.close()
+
+
+def test_two_syncs_at_once_of_one_session_are_refused() -> None:
+    actor, engine = Net(1), Net(2)
+    held: Engine = engine_for(engine)
+    begin = type(held).begin
+    with wsync.connect(actor, engine) as session, pytest.MonkeyPatch.context() as patch:
+
+        def again(self: Engine, *args: object, **kwargs: object) -> None:
+            with pytest.raises(wsync.ConfigError, match="a sync of this session is running"):
+                session.sync()
+            begin(self, *args, **kwargs)  # type: ignore[arg-type]
+
+        patch.setattr(type(held), "begin", again)
+        session.sync()
+    assert same(actor, engine)
+
+
+def test_rank_and_world_size_come_together_and_with_a_store() -> None:
+    with pytest.raises(wsync.ConfigError, match="rank and world_size together"):
+        wsync.connect(Net(1), Net(2), rank=0)
+    with pytest.raises(wsync.ConfigError, match="needs store="):
+        wsync.connect(Net(1), Net(2), rank=0, world_size=2)
+    with pytest.raises(wsync.ConfigError, match="rank 3 is not in a world of 2"):
+        wsync.connect(Net(1), Net(2), rank=3, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("bucket_bytes", 100, "at least 4096 bytes"),
+        ("num_slots", 0, "at least one slot"),
+        ("timeout_s", 0.0, "positive number of seconds"),
+        ("pause", "never", "abort, wait, keep"),
+        ("verify", "hope", "digest"),
+        ("dtype", torch.int32, "floating-point dtype"),
+    ],
+)
+def test_a_wrong_setting_says_what_is_right(field: str, value: object, words: str) -> None:
+    with pytest.raises(wsync.ConfigError, match=words):
+        wsync.SyncConfig(**{field: value})  # type: ignore[arg-type]
