@@ -22,6 +22,9 @@ from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.regions import Region
 from wsync.strided import memory_view
 
+_Place = tuple[str, Region]
+"""A parameter or buffer, and a region of its memory."""
+
 
 class ShardedProducer:
     """A `wsync.Producer` over a module of which this rank holds regions. Subclasses say which.
@@ -37,12 +40,13 @@ class ShardedProducer:
         self._kind = type(module).__name__
         self._layouts: dict[str, Layout] = {}
         self._known: dict[Hashable, Layout] = {}
-        self._sources: list[Source] = []
+        self._parents: dict[str, str] = {}
         self._pieces: dict[tuple[str, Region], Piece] = {}
         self._tensors: dict[str, torch.Tensor] = {}
         self._plan: Plan | None = None
         self._group: Group | None = None
         self._exchanges: tuple[Exchange, ...] = ()
+        self._places: tuple[Sequence[_Place] | None, ...] = ()
         self._boxes: tuple[torch.Tensor, torch.Tensor] | None = None
         self._staged: int | None = None
         self._device = torch.device("cpu")
@@ -57,14 +61,15 @@ class ShardedProducer:
         tensors = self._look_up()
         module = self._alive()
         held = held_tensors(module)
-        self._sources = sources(module, held)
-        parents = {source.parent for source in self._sources}
+        found = sources(module, held)
+        self._parents = {source.name: source.parent for source in found}
+        parents = set(self._parents.values())
         self._device = next((tensor.device for tensor, _ in tensors.values()), self._device)
         self._layouts = {name: layout for name, (_, layout) in tensors.items() if name in parents}
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         self._pieces = {}
         specs = []
-        for source in self._sources:
+        for source in found:
             layout = self._layouts[source.parent]
             regions = self._add_pieces(source, layout)
             specs.append(
@@ -82,6 +87,7 @@ class ShardedProducer:
         """See `wsync.Producer`."""
         self._plan, self._group = plan, group
         self._exchanges = self._compile(plan, senders, group)
+        self._places = tuple(self._find(bucket, plan, group) for bucket in plan.buckets)
         self._boxes = None
 
     def open(self) -> None:
@@ -102,15 +108,8 @@ class ShardedProducer:
 
     def references(self, bucket: Bucket) -> Sequence[torch.Tensor] | None:
         """See `wsync.Producer`."""
-        plan, group = self._prepared()
-        found = []
-        for meta in bucket.tensors:
-            whole = {owner.rank for owner in plan.spec(meta.name).owners if owner.region.numel == meta.elements.numel}
-            here = self._in_place(meta.name, meta.shape) if meta.is_whole else None
-            if here is None or len(whole) < group.world_size:
-                return None
-            found.append(here)
-        return found
+        places = self._places[bucket.index]
+        return None if places is None else [memory_view(self._tensors[parent], region) for parent, region in places]
 
     @torch.no_grad()
     def stage(self, bucket: Bucket) -> None:
@@ -140,12 +139,13 @@ class ShardedProducer:
         plan, group = self._prepared()
         everyone = range(group.world_size)
         for spec in plan.specs:
-            dtype = self._dtype(spec.name)
+            dtype = self._layouts[self._parents[spec.name]].dtype
             single = Plan.pack([replace(spec, dtype=dtype)], max(4096, 256 + spec.numel * dtype.itemsize))
             [bucket] = single.buckets
-            references = self.references(bucket)
-            if references is not None:
-                yield spec.name, references[0]
+            places = self._find(bucket, single, group)
+            if places is not None:
+                [(parent, region)] = places
+                yield spec.name, memory_view(self._tensors[parent], region)
                 continue
             [exchange] = self._compile(single, everyone, group)
             boxes = self._allocate(exchange.outbox_nbytes), self._allocate(exchange.inbox_nbytes)
@@ -220,18 +220,29 @@ class ShardedProducer:
             self._pieces[source.name, region] = Piece(parent=source.parent, local=local)
         return regions
 
-    def _in_place(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """The whole engine-side tensor as it lies contiguous in a parameter, or None."""
+    def _find(self, bucket: Bucket, plan: Plan, group: Group) -> Sequence[_Place] | None:
+        """Where the tensors of `bucket` lie, if all of them lie whole and contiguous on every rank."""
+        found = []
+        for meta in bucket.tensors:
+            whole = {owner.rank for owner in plan.spec(meta.name).owners if owner.region.numel == meta.elements.numel}
+            place = self._in_place(meta.name, meta.shape) if meta.is_whole else None
+            if place is None or len(whole) < group.world_size:
+                return None
+            found.append(place)
+        return found
+
+    def _in_place(self, name: str, shape: tuple[int, ...]) -> _Place | None:
+        """The whole engine-side tensor where it lies contiguous in a parameter, or None."""
         region = Region.whole(shape)
         if not region.numel:
-            return torch.empty(shape, dtype=self._dtype(name))
+            return self._parents[name], region
         piece = self._pieces.get((name, region.coalesce()))
         if piece is None:
             return None
         memory = self._layouts[piece.parent].memory.select(piece.local)
         if len(memory) != 1 or memory[0].run_length != region.numel:
             return None
-        return memory_view(self._tensors[piece.parent], region.translate(memory[0].offset))
+        return piece.parent, region.translate(memory[0].offset)
 
     def _digest(self, name: str) -> int:
         """Sum over the parts of one tensor of which this rank is the first holder, in wire dtype."""
@@ -246,10 +257,6 @@ class ShardedProducer:
                 parts = [memory_view(self._tensors[piece.parent], one).to(spec.dtype).reshape(-1) for one in memory]
                 total += digest_part(torch.cat(parts).resolve_conj(), region, word_bytes=unit)
         return total % 2**64
-
-    def _dtype(self, name: str) -> torch.dtype:
-        parent = next(source.parent for source in self._sources if source.name == name)
-        return self._layouts[parent].dtype
 
     def _prepared(self) -> tuple[Plan, Group]:
         if self._plan is None or self._group is None:
