@@ -101,6 +101,9 @@ def finish(model: torch.nn.Module, model_config: Any) -> None:
     for layer in _tied_layers(model):
         # vLLM repacks a tied weight for the layer under whose name it came, and forgets the other one's packed copy.
         layer.quant_method.process_weights_after_loading(layer)
+    for layer in model.modules():
+        if type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod":
+            _repack_experts(layer)
 
 
 def rollback(model: torch.nn.Module) -> None:
@@ -177,6 +180,18 @@ def _tied_layers(model: torch.nn.Module) -> Iterator[Any]:
         for layer in layers if len(layers) > 1 else ():
             if type(getattr(layer, "quant_method", None)).__name__.startswith("Unquantized"):
                 yield layer
+
+
+def _repack_experts(layer: Any) -> None:
+    """Pack the experts of vLLM's CPU build, which does that at launch only, and keep them where they lie."""
+    old = {name: tensor for name, tensor in _parameters(layer).items() if tensor.device.type == "cpu"}
+    if not old:
+        return
+    layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+    for name, tensor in old.items():
+        if layer._parameters[name] is not tensor:
+            tensor.data.copy_(layer._parameters[name])
+            layer._parameters[name] = tensor
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

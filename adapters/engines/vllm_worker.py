@@ -199,11 +199,13 @@ def _process_attention(model: torch.nn.Module, model_config: Any) -> None:
 
     Quantisation methods are left alone: where one changes weights after loading, the model is not loaded in place.
     """
-    from vllm.model_executor.layers.attention import MMEncoderAttention
-    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+    from vllm.model_executor.layers import attention
 
+    # vLLM 0.26 has the list of classes instead of the question.
+    ask = getattr(attention, "is_deferred_attention_layer", None)
+    kinds = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)
     for layer in model.modules():
-        if isinstance(layer, (AttentionLayerBase, MMEncoderAttention)):
+        if ask(layer) if ask is not None else isinstance(layer, kinds):
             process = getattr(layer, "process_weights_after_loading", None)
             if process is not None:
                 process(model_config.dtype)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.vllm_models import KINDS
 from tests.engines.vllm_runner import facts_of, run_program
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -25,7 +26,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(models: Path) -> Expected:
     """Tokens of transformers by checkpoint; those of two checkpoints differ in every prompt."""
     tokens: Expected = json.loads((models / "expected.json").read_text())
-    for kind in ("llama", "tied", "bias"):
+    for kind in KINDS:
         assert all(a != b for a, b in zip(tokens[f"{kind}_a"], tokens[f"{kind}_b"], strict=True))
     return tokens
 
@@ -122,11 +123,12 @@ class TestInProcess:
 class TestRepacked:
     """vLLM's CPU build as it comes: linear weights are packed for oneDNN, and a layerwise reload loads them."""
 
-    def test_update(self, in_process: Facts, expected: Expected) -> None:
-        facts = in_process["repacked"]
-        assert facts["tokens before"] == expected["bias_a"]
-        assert facts["tokens after"] == expected["bias_b"]
-        assert facts["through loader"] == 26
+    @pytest.mark.parametrize(("part", "kind", "tensors"), [("repacked", "bias", 26), ("moe", "moe", 45)])
+    def test_update(self, in_process: Facts, expected: Expected, part: str, kind: str, tensors: int) -> None:
+        facts = in_process[part]["update"]
+        assert facts["tokens before"] == expected[f"{kind}_a"]
+        assert facts["tokens after"] == expected[f"{kind}_b"]
+        assert facts["through loader"] == [tensors, tensors]
         assert facts["same addresses"]
 
     def test_kit(self, in_process: Facts) -> None:
@@ -161,8 +163,8 @@ class TestWorkerProcesses:
         check_update(workers[f"tp {tp}"]["update"], expected, "llama", "shm")
         assert len(workers[f"tp {tp}"]["update"]["changed"]) == tp
 
-    def test_a_request_is_kept(self, workers: Facts, expected: Expected, tp: int) -> None:
-        assert workers[f"tp {tp}"]["frozen"] == {"length": 16, "tokens": expected["llama_a"]}
+    def test_requests_in_flight(self, workers: Facts, expected: Expected, tp: int) -> None:
+        assert workers[f"tp {tp}"]["in flight"] == {"abort": [], "keep": [16], "tokens": expected["llama_a"]}
 
     def test_the_extension_is_asked_for(self, workers: Facts, tp: int) -> None:
         facts = workers[f"tp {tp}"]["extension"]

@@ -119,13 +119,20 @@ def served(llm: Any, actor: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]
     return {"tokens": (torch.tensor(raw), torch.tensor(wanted))}
 
 
-def repacked(llm: Any, a: Path, b: Path) -> Facts:
-    """vLLM's layerwise reload: its CPU build packs linear weights for oneDNN."""
-    facts: Facts = {"untested": untested(llm), "refused": refused(llm, b), "tokens before": tokens(llm)}
+def reload(llm: Any, folder: Path) -> Facts:
+    """An update through vLLM's layerwise reload."""
+    facts: Facts = {"tokens before": tokens(llm)}
     before = look(llm)
-    report = wsync.sync(trainer(b), llm, config=SETTINGS)
-    facts["through loader"], facts["tokens after"] = report.through_loader, tokens(llm)
+    report = wsync.sync(trainer(folder), llm, config=SETTINGS)
+    facts["through loader"] = [report.through_loader, report.tensors]
+    facts["tokens after"] = tokens(llm)
     facts["same addresses"] = addresses(look(llm)) == addresses(before)
+    return facts
+
+
+def repacked(llm: Any, a: Path, b: Path) -> Facts:
+    """vLLM's CPU build as it is: linear weights are packed for oneDNN."""
+    facts: Facts = {"untested": untested(llm), "refused": refused(llm, b), "update": reload(llm, b)}
     facts["read"] = caught(lambda: VLLMEngine(llm).read("model.norm.weight"))
     # Of a tied weight vLLM takes either name, so that a model without the first one lacks nothing.
     facts["kit"] = kit(llm, "bias", "inproc", served, without="check_bad_input")
@@ -146,6 +153,7 @@ def main(models: Path, out: Path) -> None:
     engines = [start(models / "bias_a")]
     facts["repacked"] = repacked(engines[0], models / "bias_a", models / "bias_b")
     facts["repacked"]["collected"] = dropped(engines)
+    facts["moe"] = {"update": reload(start(models / "moe_a"), models / "moe_b")}
     write(out, facts)
 
     import tests.engines.vllm_plain  # noqa: F401 - from here on engines are loaded in place

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 MAX_TOKENS = 16
-KINDS = ("llama", "tied", "bias")
+KINDS = ("llama", "tied", "bias", "moe")
 
 
 def prompts(vocab_size: int = 256) -> list[list[int]]:
@@ -22,8 +22,8 @@ def prompts(vocab_size: int = 256) -> list[list[int]]:
 
 
 def build(kind: str, seed: int) -> Any:
-    """A random model: plain Llama with a padded vocabulary, Qwen3 with tied embeddings, Qwen2 with biases too."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    """A random model: Llama with a padded vocabulary, Qwen3 with tied embeddings or with experts, Qwen2 with biases."""
+    import transformers as hf
 
     shape: dict[str, Any] = {
         "hidden_size": 64,
@@ -39,11 +39,14 @@ def build(kind: str, seed: int) -> Any:
     torch.manual_seed(seed)
     model: Any
     if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**shape, head_dim=32, vocab_size=259, tie_word_embeddings=False))
+        model = hf.LlamaForCausalLM(hf.LlamaConfig(**shape, head_dim=32, vocab_size=259, tie_word_embeddings=False))
     elif kind == "tied":
-        model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=32, vocab_size=256, tie_word_embeddings=True))
+        model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**shape, head_dim=32, vocab_size=256, tie_word_embeddings=True))
+    elif kind == "bias":
+        model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**shape, vocab_size=256, tie_word_embeddings=True))
     else:
-        model = Qwen2ForCausalLM(Qwen2Config(**shape, vocab_size=256, tie_word_embeddings=True))
+        experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**shape, **experts, head_dim=32, vocab_size=256))
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter.data, mean=float("norm" in name), std=0.05 if "embed" in name else 0.3)
     return model.float().eval()

@@ -41,11 +41,14 @@ def without_extension(llm: Any) -> Facts:
     return facts
 
 
-def frozen(llm: Any, folder: Path) -> Facts:
-    """A request that is kept over a sync; the engine core would otherwise go on with it by itself."""
-    llm.enqueue([{"prompt_token_ids": prompts()[3]}], sampling(), use_tqdm=False)
-    wsync.sync(trainer(folder), llm, config=replace(SETTINGS, pause="keep"))
-    return {"length": len(llm.wait_for_completion(use_tqdm=False)[0].outputs[0].token_ids), "tokens": tokens(llm)}
+def in_flight(llm: Any, folder: Path) -> Facts:
+    """Requests that are aborted, and kept: the engine core would otherwise go on with them by itself."""
+    facts: Facts = {}
+    for mode in ("abort", "keep"):
+        llm.enqueue([{"prompt_token_ids": prompts()[3]}], sampling(), use_tqdm=False)
+        wsync.sync(trainer(folder), llm, config=replace(SETTINGS, pause=mode))
+        facts[mode] = [len(done.outputs[0].token_ids) for done in llm.wait_for_completion(use_tqdm=False)]
+    return {**facts, "tokens": tokens(llm)}
 
 
 def stalled(llm: Any, folder: Path, victim: int) -> Facts:
@@ -91,7 +94,7 @@ def run(models: Path, tp: int) -> Facts:
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
     llm = start(a, tensor_parallel_size=tp, worker_extension_cls=EXTENSION)
     core, *workers = processes(llm)
-    facts: Facts = {"extension": without_extension(llm), "update": update(llm, b), "frozen": frozen(llm, a)}
+    facts: Facts = {"extension": without_extension(llm), "update": update(llm, b), "in flight": in_flight(llm, a)}
     if tp == 2:
         facts["kit"] = kit(llm, "llama", "shm", live_tensors)
     facts["stalled"] = stalled(llm, b, workers[-1])
