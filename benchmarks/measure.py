@@ -1,0 +1,119 @@
+"""Taking samples on a machine that is not quiet: a case and its references in turn, so that noise hits all of them."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+Way = Callable[[], object]
+
+ONE_MEMCPY = "memcpy"
+"""One call of the C library's memcpy over all bytes, one thread. Above a size it goes round the cache."""
+
+MEMCPY_EACH = "memcpy a tensor"
+"""A call for each tensor: what a copy that leaves tensors where they are can reach with memcpy, one thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Seconds of a case, and of each reference just before every sample and after the last one."""
+
+    seconds: tuple[float, ...]
+    references: Mapping[str, tuple[float, ...]]
+    """By name, one more sample each than `seconds`."""
+
+    @property
+    def median_s(self) -> float:
+        """Of the case."""
+        return statistics.median(self.seconds)
+
+    def reference_median_s(self, name: str) -> float:
+        """Of one reference."""
+        return statistics.median(self.references[name])
+
+    def ratios(self, name: str) -> list[float]:
+        """Seconds of the reference, mean of before and after, over seconds of the case: sample by sample."""
+        around = self.references[name]
+        return [
+            (before + after) / 2 / own for before, after, own in zip(around, around[1:], self.seconds, strict=False)
+        ]
+
+    def ratio(self, name: str) -> float:
+        """Median of `ratios`: above 1 the case is faster than the reference."""
+        return statistics.median(self.ratios(name))
+
+    def show(self, name: str) -> str:
+        """Median and range of `ratios`."""
+        ratios = self.ratios(name)
+        return f"{self.ratio(name):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def measure(benchmark: BenchmarkFixture, case: Way, references: Mapping[str, Way], rounds: int) -> Samples:
+    """Warm everything up once, then take `rounds` samples of `case` with `references` in between."""
+    for way in (*references.values(), case):
+        way()
+    taken: dict[str, list[float]] = {name: [] for name in references}
+
+    def take() -> None:
+        for name, way in references.items():
+            taken[name].append(_seconds(way))
+
+    benchmark.pedantic(case, setup=take, rounds=rounds)  # type: ignore[no-untyped-call]
+    take()
+    assert benchmark.stats is not None
+    return Samples(
+        seconds=tuple(benchmark.stats.stats.data), references={name: tuple(times) for name, times in taken.items()}
+    )
+
+
+class TakenElsewhere:
+    """A timer for pytest-benchmark that shows seconds that other processes have taken."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self) -> float:
+        """The time, in seconds, since some moment."""
+        return self._now
+
+    def show(self, benchmark: BenchmarkFixture, seconds: Sequence[float]) -> None:
+        """Enter `seconds` as the samples of a test that has this timer."""
+        left = iter(seconds)
+
+        def advance() -> None:
+            self._now += next(left)
+
+        benchmark.pedantic(advance, rounds=len(seconds))  # type: ignore[no-untyped-call]
+
+
+def memcpy_ways(tensors: Sequence[torch.Tensor]) -> dict[str, Way]:
+    """The two ceilings for `tensors` (contiguous), by numpy, into memory that is there already and is shared by both.
+
+    Takes twice the memory of `tensors`; random bytes are copied.
+    """
+    sizes = [tensor.nbytes for tensor in tensors]
+    ends = np.cumsum([0, *sizes])
+    source = np.frombuffer(np.random.default_rng(0).bytes(int(ends[-1])), np.uint8)
+    target = np.ones(ends[-1], np.uint8)
+    flat = [bytes_of(tensor) for tensor in tensors]
+
+    def each() -> None:
+        for one, start, end in zip(flat, ends, ends[1:], strict=False):
+            np.copyto(target[start:end], one)
+
+    return {ONE_MEMCPY: lambda: np.copyto(target, source), MEMCPY_EACH: each}
+
+
+def bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """A contiguous tensor's memory, without a copy."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def _seconds(way: Way) -> float:
+    start = time.perf_counter()
+    way()
+    return time.perf_counter() - start

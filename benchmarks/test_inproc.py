@@ -1,0 +1,70 @@
+"""Module to embedded engine in one process: every byte is read once and written once, so memcpy is the ceiling."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+import wsync
+from benchmarks.measure import MEMCPY_EACH, ONE_MEMCPY, measure, memcpy_ways
+from benchmarks.models import llama, nbytes_of, payload
+from benchmarks.record import Row
+from wsync.adapters.engines.hf import HFEngine
+
+ROUNDS = 9
+ONE_CAST = "one cast"
+TARGET = 0.9
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_same_dtype(benchmark: BenchmarkFixture, keep: Callable[[Row], None], small: bool, threads: int) -> None:
+    torch.set_num_threads(threads)
+    actor, model = llama(seed=1, small=small), llama(seed=2, small=small)
+    with wsync.connect(actor, HFEngine(model)) as session:
+        samples = measure(benchmark, session.sync, memcpy_ways(payload(actor)), ROUNDS)
+    check_equal(actor, model)
+    row = Row(
+        case=f"in process, fp32 to fp32, {threads} thread(s)",
+        transport="inproc",
+        ranks=1,
+        tensors=len(payload(actor)),
+        nbytes=nbytes_of(model, torch.float32),
+        samples=samples,
+        reference=MEMCPY_EACH if threads == 1 else ONE_MEMCPY,
+        target=TARGET,
+    )
+    keep(row)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_cast(benchmark: BenchmarkFixture, keep: Callable[[Row], None], small: bool, threads: int) -> None:
+    torch.set_num_threads(1)
+    actor, model = llama(seed=1, small=small), llama(seed=2, small=small).bfloat16()
+    source = torch.cat([tensor.view(-1) for tensor in payload(actor)])
+    target = torch.ones_like(source, dtype=torch.bfloat16)
+
+    def one_cast() -> None:
+        torch.set_num_threads(1)
+        target.copy_(source)
+        torch.set_num_threads(threads)
+
+    with wsync.connect(actor, HFEngine(model)) as session:
+        samples = measure(benchmark, session.sync, {ONE_CAST: one_cast}, ROUNDS)
+    check_equal(actor, model)
+    row = Row(
+        case=f"in process, fp32 to bf16, {threads} thread(s)",
+        transport="inproc",
+        ranks=1,
+        tensors=len(payload(actor)),
+        nbytes=nbytes_of(model, torch.bfloat16),
+        samples=samples,
+        reference=ONE_CAST,
+        target=TARGET,
+    )
+    keep(row)
+
+
+def check_equal(actor: torch.nn.Module, model: torch.nn.Module) -> None:
+    for one, other in zip(payload(actor), payload(model), strict=True):
+        assert torch.equal(one.to(other.dtype), other)

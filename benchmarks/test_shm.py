@@ -1,0 +1,90 @@
+"""Trainer and engine in two processes of one host: pack, hand over, load. One thread each, the whole stack."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import nn
+
+import wsync
+from benchmarks.measure import ONE_MEMCPY, Way, measure, memcpy_ways
+from benchmarks.models import llama, nbytes_of, payload
+from benchmarks.record import Row
+from wsync.adapters.engines.hf import HFEngine
+from wsync.config import MIB
+
+ROUNDS = 7
+TARGET = 0.6
+DEFAULTS = wsync.SyncConfig()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """A trainer's model here, an engine in another process, and what they are compared with."""
+
+    actor: nn.Module
+    engine: HFEngine
+    dtype: torch.dtype
+    """Of the engine, and so on the wire."""
+
+    references: Mapping[str, Way]
+
+    def measure(self, benchmark: BenchmarkFixture, config: wsync.SyncConfig, target: float | None) -> Row:
+        """Time the syncs of one session, then compare weights bit for bit."""
+        with wsync.connect(self.actor, self.engine, config=config) as session:
+            samples = measure(benchmark, session.sync, self.references, ROUNDS)
+        for name in ("model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+            [resident] = self.engine.read(name)
+            assert torch.equal(resident, self.actor.get_parameter(name).detach().to(self.dtype)), name
+        dtype = str(self.dtype).removeprefix("torch.")
+        return Row(
+            case=f"2 processes, to {dtype}, {config.num_slots} slots of {config.bucket_bytes / MIB:g} MiB",
+            transport="shm",
+            ranks=1,
+            tensors=len(payload(self.actor)),
+            nbytes=nbytes_of(self.actor, self.dtype),
+            samples=samples,
+            reference=ONE_MEMCPY,
+            target=target,
+        )
+
+
+@contextmanager
+def started(dtype: torch.dtype, small: bool) -> Iterator[Pair]:
+    """A pair on different weights. The engine takes seconds to start, so tests share it."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        torch.set_num_threads(1)
+        actor = llama(seed=2, small=small).to(dtype)
+        actor.save_pretrained(folder)
+        actor = llama(seed=1, small=small)
+        with HFEngine.launch(folder) as engine:
+            sent = [tensor.to(dtype) for tensor in payload(actor)]
+            yield Pair(actor=actor, engine=engine, dtype=dtype, references=memcpy_ways(sent))
+
+
+@pytest.fixture(scope="module")
+def same_dtype(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    with started(torch.float32, request.config.getoption("--small")) as pair:
+        yield pair
+
+
+def test_defaults(same_dtype: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None]) -> None:
+    keep(same_dtype.measure(benchmark, DEFAULTS, TARGET))
+
+
+@pytest.mark.parametrize("mib", [4, 8, 16, 32, 64, 256])
+@pytest.mark.parametrize("num_slots", [2, 3, 4])
+def test_sizes(
+    same_dtype: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None], mib: int, num_slots: int
+) -> None:
+    keep(same_dtype.measure(benchmark, wsync.SyncConfig(bucket_bytes=mib * MIB, num_slots=num_slots), None))
+
+
+def test_cast(benchmark: BenchmarkFixture, keep: Callable[[Row], None], small: bool) -> None:
+    with started(torch.bfloat16, small) as pair:
+        keep(pair.measure(benchmark, DEFAULTS, None))
