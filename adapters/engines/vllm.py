@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import wait
+from pathlib import Path
 from socket import socketpair
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from wsync.engine import WorkerEngine
 from wsync.errors import ConfigError, EngineStateError, PeerError, SyncTimeout, UnsupportedError, WsyncError
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
-from wsync.topology import Endpoint, local_endpoint
+from wsync.topology import Endpoint
 
 TESTED_VERSIONS = ("0.26.0", "0.32.0")
 
@@ -114,16 +115,25 @@ class VLLMEngine(WorkerEngine):
     def endpoints(self) -> Sequence[Endpoint]:
         """Every worker, in the order of worker ranks. From then on the death of one of them is noticed at once."""
         endpoints = super().endpoints()
-        here = local_endpoint("cpu")
-        for pid in {endpoint.pid for endpoint in endpoints if endpoint.host == here.host} - {here.pid, *self._pidfds}:
+        manager = _process_manager(self._llm())
+        parents = {os.getpid(), *(process.pid for process in manager.processes)} if manager is not None else set()
+        for pid in {endpoint.pid for endpoint in endpoints} - self._pidfds.keys():
             with suppress(OSError):  # then it is the engine core that notices, later
-                self._pidfds[pid] = os.pidfd_open(pid)
+                if _parent(pid) in parents:
+                    self._pidfds[pid] = os.pidfd_open(pid)
         return endpoints
 
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
         """Dry-run the loader of every worker on `specs`. Nothing is written."""
         self._patience_s = deadline.timeout_s
         return super().describe(specs, deadline)
+
+    def abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
+        """End an attempt. If the old version still serves, requests that were frozen for it go on. Never raises."""
+        super().abort(attempt, reason, deadline)
+        if self._reason_not_to_serve() is None:
+            with suppress(WsyncError):
+                self.on_resume()
 
     def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """End or freeze requests that were added and not finished.
@@ -134,7 +144,7 @@ class VLLMEngine(WorkerEngine):
         self._patience_s = deadline.timeout_s
         engine = self._llm().llm_engine
         unfinished = list(engine.output_processor.request_states)
-        if unfinished and mode == "wait":
+        if unfinished and mode == "wait" and not self._held:
             raise EngineStateError(
                 f"{self.name} has {len(unfinished)} unfinished request(s), which nobody works on while it is synced; "
                 f"call llm.wait_for_completion() first, or sync with pause='abort' or pause='keep'"
@@ -278,6 +288,12 @@ def _local_worker(llm: Any) -> Any | None:
 def _process_manager(llm: Any) -> Any | None:
     """What watches the engine-core process; None if the engine core runs in this process."""
     return getattr(getattr(llm.llm_engine.engine_core, "resources", None), "engine_manager", None)
+
+
+def _parent(pid: int) -> int:
+    """Process id of the parent of `pid` as this process sees it. Raises `OSError` if there is no `pid`."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return int(stat.rpartition(")")[2].split()[1])
 
 
 def _close_all(descriptors: dict[int, int]) -> None:

@@ -112,6 +112,12 @@ class TestInProcess:
         assert facts["kept tokens"]
         assert facts["went on"], "it did not go on as transformers does with the new weights"
 
+    def test_requests_outlive_a_sync_that_fails(self, in_process: Facts) -> None:
+        facts = in_process["unpacked"]["requests"]
+        assert facts["frozen, failed at 0"] == 16
+        assert facts["of a torn engine"][0] == "EngineStateError"
+        assert facts["frozen, failed at 2"] == 16
+
     def test_sleep_of_the_users_own(self, in_process: Facts, expected: Expected) -> None:
         facts = in_process["unpacked"]["asleep"]
         assert facts["sync"][0] == "EngineStateError"
@@ -135,7 +141,7 @@ class TestRepacked:
         check_kit(in_process["repacked"])
 
     def test_what_does_not_fit_is_refused(self, in_process: Facts, expected: Expected) -> None:
-        check_refusals(in_process["repacked"]["refused"], expected["bias_a"])
+        check_refusals(in_process["repacked"]["refused"], expected["bias_b"])
 
     def test_torn(self, in_process: Facts, expected: Expected) -> None:
         check_torn(in_process["repacked"]["torn"], expected["bias_b"])

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,7 @@ def requests(llm: Any, folder: Path) -> Facts:
     enqueue(llm)
     wsync.sync(actor, llm, config=replace(SETTINGS, pause="abort"))
     facts["unfinished after abort"] = engine.get_num_unfinished_requests()
-    return {**facts, **kept(llm, folder)}
+    return {**facts, **kept(llm, folder), **frozen(llm, folder)}
 
 
 def kept(llm: Any, folder: Path) -> Facts:
@@ -86,6 +87,22 @@ def kept(llm: Any, folder: Path) -> Facts:
     final = list(llm.wait_for_completion(use_tqdm=False)[0].outputs[0].token_ids)
     rest = vllm_models.generate(actor, prompts()[3] + done)[: len(final) - len(done)]
     return {"kept": len(done), "kept tokens": final[: len(done)] == done, "went on": final[len(done) :] == rest}
+
+
+def frozen(llm: Any, folder: Path) -> Facts:
+    """Requests that were frozen for syncs that failed, one before its first byte and one after it."""
+    keep = replace(SETTINGS, pause="keep")
+    facts: Facts = {}
+    for bucket in (0, 2):
+        enqueue(llm)
+        actor = Tripwire(trainer(folder), bucket, fail)
+        caught(partial(wsync.sync, actor, llm, config=keep))
+        if bucket == 2:
+            facts["of a torn engine"] = caught(lambda: llm.wait_for_completion(use_tqdm=False))
+            wsync.sync(trainer(folder), llm, config=SETTINGS)
+        done = llm.wait_for_completion(use_tqdm=False)
+        facts[f"frozen, failed at {bucket}"] = len(done[0].outputs[0].token_ids)
+    return facts
 
 
 def asleep(llm: Any, folder: Path) -> Facts:
@@ -132,7 +149,7 @@ def reload(llm: Any, folder: Path) -> Facts:
 
 def repacked(llm: Any, a: Path, b: Path) -> Facts:
     """vLLM's CPU build as it is: linear weights are packed for oneDNN."""
-    facts: Facts = {"untested": untested(llm), "refused": refused(llm, b), "update": reload(llm, b)}
+    facts: Facts = {"untested": untested(llm), "update": reload(llm, b), "refused": refused(llm, a)}
     facts["read"] = caught(lambda: VLLMEngine(llm).read("model.norm.weight"))
     # Of a tied weight vLLM takes either name, so that a model without the first one lacks nothing.
     facts["kit"] = kit(llm, "bias", "inproc", served, without="check_bad_input")
