@@ -1,7 +1,6 @@
 """`sync`, `sync_async` and `connect`: from objects that a user has to a session."""
 
 import asyncio
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -10,15 +9,21 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
 from wsync import registry
+from wsync.background import Background
 from wsync.config import SyncConfig
-from wsync.errors import ConfigError
+from wsync.deadline import Deadline
+from wsync.errors import ConfigError, MismatchError
 from wsync.group import Group
 from wsync.protocols import Engine, Producer
 from wsync.report import SyncReport
 from wsync.session import Session
 
 _sessions: dict[tuple[int, ...], Session] = {}
-_session_numbers = itertools.count()
+_watched: set[tuple[int, ...]] = set()
+"""Keys of `_sessions` whose objects already have a finalizer."""
+
+_meetings: list[tuple[Store, Group]] = []
+"""Where the ranks of the present default process group meet at every `sync`; at most one."""
 
 
 def sync(actor: object, engine: object, *, config: SyncConfig | None = None, version: int | None = None) -> SyncReport:
@@ -40,7 +45,7 @@ def sync(actor: object, engine: object, *, config: SyncConfig | None = None, ver
     """
     if _on_event_loop():
         raise ConfigError("wsync.sync would block the running event loop; await wsync.sync_async(...) instead")
-    return _session_of(actor, engine, config or SyncConfig()).sync(version)
+    return _sync(actor, engine, config or SyncConfig(), version)
 
 
 async def sync_async(
@@ -48,7 +53,7 @@ async def sync_async(
 ) -> SyncReport:
     """`sync` for event loops: runs on a thread, the loop goes on. Do not touch the actor's weights until it returns."""
     settings = config or SyncConfig()
-    return await asyncio.to_thread(lambda: _session_of(actor, engine, settings).sync(version))
+    return await asyncio.to_thread(lambda: _sync(actor, engine, settings, version))
 
 
 def connect(
@@ -73,15 +78,31 @@ def connect(
         ConfigError, RankError, SyncTimeout, EngineStateError, PeerError: see `wsync.errors`.
     """
     settings = config or SyncConfig()
-    group = _group(rank, world_size, store, settings.timeout_s)
+    rank, world_size, store = _ranks(rank, world_size, store)
+    number = store.add(f"wsync/connects/{rank}", 1) if store is not None else 0
+    return _connect(actor, engine, settings, _group(rank, world_size, store, f"connect/{number}", settings.timeout_s))
+
+
+def _connect(actor: object, engine: object, config: SyncConfig, group: Group) -> Session:
     try:
         producer = registry.producer_for(actor)
         engines = [registry.engine_for(one) for one in _as_list(engine)]
-        transports = registry.transports_for(settings.transport)
+        if len({id(one) for one in engines}) != len(engines):
+            raise ConfigError("the same engine was passed twice")
+        transports = registry.transports_for(config.transport)
     except Exception as error:
         group.report("connect", error)
         raise
-    return Session(producer, engines, transports, group, settings)
+    return Session(producer, engines, transports, group, config)
+
+
+def _sync(actor: object, engine: object, config: SyncConfig, version: int | None) -> SyncReport:
+    key, session = _session_of(actor, engine, config)
+    try:
+        return session.sync(version)
+    except MismatchError:  # the actor is no longer what it was at connect
+        _drop(key)
+        raise
 
 
 def _on_event_loop() -> bool:
@@ -92,24 +113,50 @@ def _on_event_loop() -> bool:
     return True
 
 
-def _session_of(actor: object, engine: object, config: SyncConfig) -> Session:
+def _session_of(actor: object, engine: object, config: SyncConfig) -> tuple[tuple[int, ...], Session]:
+    """The session that every rank has for this call; if one of them has none, or another one, all connect anew."""
     engines = _as_list(engine)
     key = (id(actor), *(id(one) for one in engines))
-    session = _sessions.get(key)
-    if session is None or session.config != config:
-        if session is not None:
-            _sessions.pop(key).close()
-        session = connect(_weakly(actor, Producer), [_weakly(one, Engine) for one in engines], config=config)
-        _sessions[key] = session
+    found = _sessions.get(key)
+    known = found if found is not None and found.config == config and not found.closed else None
+    rank, world_size, store = _ranks(None, None, None)
+    meeting = _meeting(rank, world_size, store, config.timeout_s)
+    number = meeting.enter()
+    tokens = meeting.round("sync", known.token if known is not None else "", Deadline.after(config.timeout_s))
+    if known is not None and set(tokens) == {known.token}:
+        return key, known
+    _drop(key)
+    group = _group(rank, world_size, store, f"sync/{number}", config.timeout_s)
+    session = _connect(_weakly(actor, Producer), [_weakly(one, Engine) for one in engines], config, group)
+    _sessions[key] = session
+    if key not in _watched:
+        _watched.add(key)
         for one in (actor, *engines):
-            weakref.finalize(one, _drop, key, session)
-    return session
+            weakref.finalize(one, _forget, key).atexit = False
+    return key, session
 
 
-def _drop(key: tuple[int, ...], session: Session) -> None:
-    if _sessions.get(key) is session:
-        del _sessions[key]
-    session.close()
+def _drop(key: tuple[int, ...]) -> None:
+    session = _sessions.pop(key, None)
+    if session is not None:
+        session.close()
+
+
+def _forget(key: tuple[int, ...]) -> None:
+    """An actor or engine is gone. Closing may wait for a worker, which whoever collects garbage must not."""
+    _watched.discard(key)
+    session = _sessions.pop(key, None)
+    if session is not None:
+        Background("a session to close", session.close)
+
+
+def _meeting(rank: int, world_size: int, store: Store | None, timeout_s: float) -> Group:
+    """The group in which ranks compare sessions. It outlives sessions, so that all count the same calls."""
+    if store is None:
+        return Group(rank, world_size, None, timeout_s)
+    if not _meetings or _meetings[0][0] is not store:
+        _meetings[:] = [(store, _group(rank, world_size, store, "meeting", timeout_s))]
+    return _meetings[0][1]
 
 
 def _weakly(one: object, contract: type) -> Any:
@@ -123,18 +170,23 @@ def _as_list(engine: object) -> Sequence[object]:
     return list(engine) if isinstance(engine, (list, tuple)) else [engine]
 
 
-def _group(rank: int | None, world_size: int | None, store: Store | None, timeout_s: float) -> Group:
+def _ranks(rank: int | None, world_size: int | None, store: Store | None) -> tuple[int, int, Store | None]:
+    """What the user said, else the default process group, else a world of one, which needs no store."""
     if (rank is None) != (world_size is None):
         raise ConfigError("connect takes rank and world_size together, and a store with them if world_size > 1")
     if rank is None or world_size is None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return Group(0, 1, None, timeout_s)
-        rank, world_size, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
+            return 0, 1, None
+        return dist.get_rank(), dist.get_world_size(), _get_default_store()
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not in a world of {world_size}")
-    if world_size > 1:
-        if store is None:
-            raise ConfigError(f"a session of {world_size} trainer ranks needs store=, which all of them reach")
-        shared: Any = PrefixStore(f"wsync/{next(_session_numbers)}", store)
-        store = shared.clone()  # a connection of our own: a wait of ours must not block the trainer's
-    return Group(rank, world_size, store, timeout_s)
+    if world_size > 1 and store is None:
+        raise ConfigError(f"a session of {world_size} trainer ranks needs store=, which all of them reach")
+    return rank, world_size, store if world_size > 1 else None
+
+
+def _group(rank: int, world_size: int, store: Store | None, name: str, timeout_s: float) -> Group:
+    if store is None:
+        return Group(rank, world_size, None, timeout_s)
+    shared: Any = PrefixStore(f"wsync/{name}", store)
+    return Group(rank, world_size, shared.clone(), timeout_s)  # a wait on its connection must not block the trainer's

@@ -18,6 +18,11 @@ class Deadline:
         """A deadline `timeout_s` seconds from now."""
         return cls(timeout_s, time.monotonic() + timeout_s)
 
+    @classmethod
+    def beyond(cls, timeout_s: float) -> "Deadline":
+        """For waiting on somebody who may first wait `timeout_s` himself: a tenth and five seconds more."""
+        return cls.after(1.1 * timeout_s + 5.0)
+
     def restart(self) -> "Deadline":
         """The same patience, counted from now."""
         return Deadline.after(self.timeout_s)

@@ -6,6 +6,7 @@ serving(v) --begin--> updating --finish--> serving(v+1)
 serving(v) --sleep(2)--> void: asleep, then awake without weights; only a full sync makes it serve
 """
 
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -41,7 +42,10 @@ class WorkerEngine(ABC):
     name: str
 
     def __init__(self) -> None:
+        self._replica = uuid.uuid4().hex
+        self._attachment: str | None = None
         self._version: int | None = None
+        self._newest = 0
         self._torn: str | None = None
         self._asleep: set[str] = set()
         self._void = False
@@ -85,27 +89,33 @@ class WorkerEngine(ABC):
 
     # The Engine protocol.
 
+    @property
+    def replica(self) -> str:
+        """Its own, unless engines of several trainer ranks are parts of one replica: then the same for all of them."""
+        return self._replica
+
     def endpoints(self) -> Sequence[Endpoint]:
         """Every worker, in the order of worker ranks."""
         return [cast("Endpoint", reply["endpoint"]) for reply in self._hello()]
 
     def version(self) -> int:
         """Version that the engine serves; 0 for the launch weights. Raises `EngineStateError` if torn."""
-        version = self.last_version()
+        self.last_version()
         if self._torn is not None:
             raise EngineStateError(self._torn)
-        return version
+        assert self._version is not None
+        return self._version
 
     def last_version(self) -> int:
-        """The newest version that this engine ever served, also while torn. Versions only grow."""
+        """The newest version that a worker may ever have served, also while torn. Versions only grow."""
         if self._version is None:
             replies = self._hello()
             versions = sorted({int(reply["version"]) for reply in replies})
-            self._version = versions[-1]
+            self._version = self._newest = versions[-1]
             if len(versions) > 1 or any(reply["state"] != "serving" for reply in replies):
                 states = ", ".join(f"{reply['state']} with version {reply['version']}" for reply in replies)
                 self._tear(f"its workers were found {states}")
-        return self._version
+        return self._newest
 
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
         """Dry-run the loader of every worker on `specs`. Nothing is written."""
@@ -116,7 +126,14 @@ class WorkerEngine(ABC):
     def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
         """Give every worker the plan and its receiver: worker i connects as `first_index + i`."""
         message = {"plan": plan, "ticket": ticket, "first_index": first_index, "timeout_s": deadline.timeout_s}
+        self._attachment = None
         self._ask("attach", message, deadline)
+        self._attachment = ticket.address
+
+    @property
+    def attachment(self) -> str | None:
+        """Address of the ticket that the workers were attached with last; None if with none."""
+        return self._attachment
 
     def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:
         """Start every worker's loop and return at once. Raises `EngineStateError` before any update call."""
@@ -129,7 +146,7 @@ class WorkerEngine(ABC):
         if self._attempt is not None:
             raise EngineStateError(f"{self.name}: attempt {self._attempt} is not over yet; finish or abort it first")
         if version <= self.last_version():
-            raise EngineStateError(f"{self.name} has served version {self._version}; {version} is not newer")
+            raise EngineStateError(f"{self.name} was given version {self._newest}; {version} is not newer")
         message = {"version": version, "attempt": attempt, "timeout_s": deadline.timeout_s, "digest": digest}
         self._attempt, self._taking = attempt, version
         self.guard(self._reason_not_to_serve())
@@ -152,6 +169,7 @@ class WorkerEngine(ABC):
             raise EngineStateError(f"{self.name}: attempt {attempt} still runs; join it before finish")
         try:
             self.on_reset_cache()
+            self._newest = version  # whatever comes of it: some worker may take it
             self._ask("publish", {"version": version, "attempt": attempt}, deadline)
         except Exception as error:
             self._update = None
@@ -163,8 +181,16 @@ class WorkerEngine(ABC):
         self._attempt = self._update = None
         self.guard(self._reason_not_to_serve())
 
-    def abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
-        """End an attempt. If no worker had begun to write, the old version still serves; else torn. Never raises."""
+    def abort(self, attempt: str, reason: str, deadline: Deadline, *, tear: bool = False) -> None:
+        """End an attempt. If no worker had begun to write, the old version still serves; else torn. Never raises.
+
+        With `tear` the engine ends torn in any case, also if the attempt is over.
+        """
+        self._abort(attempt, reason, deadline)
+        if tear and self._torn is None:
+            self._tear(_first_line(reason))
+
+    def _abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
         if self._update is None or self._attempt != attempt:
             return
         try:

@@ -44,9 +44,16 @@ class Group:
         self._previous_keys: list[str] = []
         self._data: dist.ProcessGroup | None = None
 
-    def enter(self, epoch: int) -> None:
-        """Start counting rounds for collective call number `epoch`, the same on every rank."""
-        self._epoch, self._step = epoch, 0
+    def enter(self) -> int:
+        """Begin the next collective call, and return its number.
+
+        A call that began without some rank is over for that rank too: it meets the others again in their next one.
+        """
+        self._epoch += 1
+        self._step = 0
+        while self.world_size > 1 and self._private_store().check([self._over(self._epoch)]):
+            self._epoch += 1
+        return self._epoch
 
     def round(self, phase: str, message: object, deadline: Deadline) -> list[object]:
         """Every rank's `message` (msgpack-able), by rank.
@@ -117,9 +124,8 @@ class Group:
         self._data = None
 
     def close(self) -> None:
-        """Drop the communicator and this rank's last messages."""
+        """Drop the communicator. The last messages stay in the store: another rank may still be reading them."""
         self.reset()
-        self._forget()
 
     def _reported(self, phase: str, make: Callable[[], T]) -> T:
         try:
@@ -135,26 +141,38 @@ class Group:
         mine = self._post(envelope)
         step = self._step
         heads = [self._key(step, rank) for rank in range(self.world_size)]
-        try:
-            store.wait(heads, timedelta(seconds=deadline.remaining("other trainer ranks")))
-        except (dist.DistStoreError, SyncTimeout):
-            missing = [rank for rank, head in enumerate(heads) if not store.check([head])]
-            if missing:
-                error = RankError(
-                    f"trainer rank(s) {missing} did not reach phase {phase!r} of sync call {self._epoch} within "
-                    f"{deadline.timeout_s:g} s; this is rank {self.rank} of {self.world_size}. "
-                    f"Every rank must call wsync in the same order",
-                    missing,
-                )
-                self._step += 1
-                self.report(phase, error)
-                raise error from None
+        missing = self._wait(store, heads, deadline)
+        if missing:
+            error = RankError(
+                f"trainer rank(s) {missing} did not reach phase {phase!r} of wsync call {self._epoch} within "
+                f"{deadline.timeout_s:g} s; this is rank {self.rank} of {self.world_size}. "
+                f"Every rank must call wsync in the same order",
+                missing,
+            )
+            if not step:
+                store.set(self._over(self._epoch), "")
+            self._step += 1
+            self.report(phase, error)
+            raise error
         replies = [self._read(step, rank) for rank in range(self.world_size)]
         self._forget()
         self._previous_keys = mine
         self._step += 1
         self._check(phase, replies)
         return replies
+
+    def _wait(self, store: Store, heads: Sequence[str], deadline: Deadline) -> list[int]:
+        """Wait for every rank's message. Returns the ranks whose message is not there at the deadline."""
+        try:
+            store.wait(list(heads), timedelta(seconds=deadline.remaining("other trainer ranks")))
+        except (RuntimeError, SyncTimeout) as error:  # what a wait that was too long raises depends on the store
+            try:
+                return [rank for rank, head in enumerate(heads) if not store.check([head])]
+            except RuntimeError:
+                raise TransportError(
+                    f"rank {self.rank}: the store that connects the trainer ranks is gone: {error}"
+                ) from error
+        return []
 
     def _check(self, phase: str, replies: Sequence[dict[str, object]]) -> None:
         failed = {rank: reply["error"] for rank, reply in enumerate(replies) if reply["error"] is not None}
@@ -199,6 +217,10 @@ class Group:
 
     def _key(self, step: int, rank: int) -> str:
         return f"{self._epoch}/{step}/{rank}"
+
+    @staticmethod
+    def _over(epoch: int) -> str:
+        return f"{epoch}/over"
 
     def _private_store(self) -> Store:
         if self._store is None:

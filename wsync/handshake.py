@@ -1,5 +1,6 @@
 """Connect: trainer ranks and engines compare what they have, and agree on one plan before a byte is moved."""
 
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -37,6 +38,12 @@ class Agreement:
     choices: tuple[Choice, ...]
     """The transport of each of this rank's engines."""
 
+    spread: frozenset[str]
+    """Replicas whose workers belong to engines of several ranks."""
+
+    token: str
+    """The same on every rank, and in no other session."""
+
 
 def connect_ranks(
     producer: Producer,
@@ -44,7 +51,6 @@ def connect_ranks(
     transports: Sequence[Transport],
     group: Group,
     config: SyncConfig,
-    deadline: Deadline,
 ) -> Agreement:
     """Exchange metadata and manifests, check them, and make the plan.
 
@@ -55,31 +61,51 @@ def connect_ranks(
         RankError: another rank failed here; the message carries its words.
     """
     settings = repr(replace(config, transport=getattr(config.transport, "name", config.transport)))
-    greetings = group.gather(
-        "connect",
-        lambda: {"settings": settings, "engines": [e.name for e in engines], "specs": producer.metadata()},
-        deadline,
-    )
-    engines_by_rank = _check_greetings(cast("Sequence[Mapping[str, Any]]", greetings))
-    specs = merge_specs([cast("Sequence[TensorSpec]", greeting["specs"]) for greeting in greetings])  # type: ignore[index]
-    offered = tuple(replace(spec, owners=()) for spec in specs)
-    answers = group.gather(
-        "describe", lambda: [m for engine in engines for m in engine.describe(offered, deadline.restart())], deadline
-    )
-    manifests = tuple(m for answer in answers for m in cast("Sequence[Manifest]", answer))
-    wanted = negotiate(specs, manifests, config.dtype)
+
+    def greeting() -> Mapping[str, object]:
+        names = [engine.name for engine in engines]
+        return {"settings": settings, "engines": names, "specs": producer.metadata(), "token": uuid.uuid4().hex}
+
+    greetings = cast("Sequence[Mapping[str, Any]]", group.gather("connect", greeting, Deadline.after(config.timeout_s)))
+    engines_by_rank = _check_greetings(greetings)
+    specs = merge_specs([greeting["specs"] for greeting in greetings])
+    replicas, spread = _describe_all(specs, engines, group, config)
+    wanted = negotiate(specs, replicas, config.dtype)
     plan = Plan.pack(wanted, config.bucket_bytes)
     senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
-    choices = group.local("choose a transport", lambda: _choose_all(engines, transports, config), deadline)
-    group.local("prepare", lambda: producer.prepare(plan, senders, group), deadline)
+    patience = Deadline.beyond(config.timeout_s)
+    choices = group.local("choose a transport", lambda: _choose_all(engines, transports, config), patience)
+    group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
     return Agreement(
         plan=plan,
         senders=senders,
         engines=tuple(f"{name} on rank {rank}" for rank, names in enumerate(engines_by_rank) for name in names),
-        manifests=manifests,
+        manifests=tuple(manifest for manifests in replicas.values() for manifest in manifests),
         left_out=tuple(spec.name for spec in specs if spec.name not in {w.name for w in wanted}),
         choices=tuple(choices),
+        spread=spread,
+        token=greetings[0]["token"],
     )
+
+
+def _describe_all(
+    specs: Sequence[TensorSpec], engines: Sequence[Engine], group: Group, config: SyncConfig
+) -> tuple[Mapping[str, Sequence[Manifest]], frozenset[str]]:
+    """The manifests of every replica, and the replicas that are spread over several ranks."""
+    offered = tuple(replace(spec, owners=()) for spec in specs)
+
+    def manifests() -> Sequence[tuple[str, Sequence[Manifest]]]:
+        deadline = Deadline.after(config.timeout_s)
+        return [(engine.replica, engine.describe(offered, deadline)) for engine in engines]
+
+    answers = group.gather("describe", manifests, Deadline.beyond(config.timeout_s))
+    replicas: dict[str, list[Manifest]] = {}
+    ranks: dict[str, set[int]] = {}
+    for rank, answer in enumerate(answers):
+        for replica, described in cast("Sequence[tuple[str, Sequence[Manifest]]]", answer):
+            replicas.setdefault(replica, []).extend(described)
+            ranks.setdefault(replica, set()).add(rank)
+    return replicas, frozenset(replica for replica, holders in ranks.items() if len(holders) > 1)
 
 
 def merge_specs(by_rank: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:
@@ -110,18 +136,25 @@ def merge_specs(by_rank: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ..
 
 
 def negotiate(
-    specs: Sequence[TensorSpec], manifests: Sequence[Manifest], dtype: torch.dtype | None
+    specs: Sequence[TensorSpec], replicas: Mapping[str, Sequence[Manifest]], dtype: torch.dtype | None
 ) -> tuple[TensorSpec, ...]:
-    """The tensors to send, in wire dtype. Raises `MismatchError` naming the first five problems of all workers."""
+    """The tensors to send, in wire dtype. Raises `MismatchError` naming the first five problems of all workers.
+
+    Args:
+        specs: what the trainer offers.
+        replicas: what the workers of each replica said; together they must read all of every tensor.
+        dtype: the user's wire dtype for floating-point tensors, or None for what the engines declare.
+    """
+    manifests = [manifest for workers in replicas.values() for manifest in workers]
     problems = list(dict.fromkeys(problem for manifest in manifests for problem in manifest.problems))
     wanted = []
     for spec in specs:
         declared = [manifest.dtypes[spec.name] for manifest in manifests if spec.name in manifest.dtypes]
         if spec.optional and not declared:
             continue
-        parts = [part for manifest in manifests for part in manifest.uses.get(spec.name, ())]
-        if uncovered(parts, spec.numel) and not any(spec.name in manifest.through_loader for manifest in manifests):
-            problems.append(f"{spec.name} {list(spec.shape)}: no engine worker reads all of it")
+        for workers in replicas.values():
+            if not _reads_all(spec, workers):
+                problems.append(f"{spec.name} {list(spec.shape)}: the engine's workers do not read all of it")
         wire_dtype = dtype if dtype is not None and spec.dtype.is_floating_point else _widest(declared, spec.dtype)
         if wire_dtype.is_floating_point != spec.dtype.is_floating_point:
             problems.append(f"{spec.name}: the trainer holds {spec.dtype}, the engine wants {wire_dtype}")
@@ -131,6 +164,14 @@ def negotiate(
             f"trainer and engine do not fit in {len(problems)} place(s), nothing was changed: {first_five(problems)}"
         )
     return tuple(wanted)
+
+
+def _reads_all(spec: TensorSpec, workers: Sequence[Manifest]) -> bool:
+    if any(spec.name in worker.through_loader for worker in workers):
+        return True
+    if spec.optional and not any(spec.name in worker.dtypes for worker in workers):
+        return True
+    return not uncovered([part for worker in workers for part in worker.uses.get(spec.name, ())], spec.numel)
 
 
 def _widest(declared: Sequence[torch.dtype], fallback: torch.dtype) -> torch.dtype:

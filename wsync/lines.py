@@ -18,6 +18,13 @@ class Line:
 
     transport: str
     sender: Sender
+    engines: tuple[Engine, ...]
+
+    @property
+    def intact(self) -> bool:
+        """Whether no other session has attached one of the engines to itself meanwhile."""
+        address = self.sender.ticket().address
+        return all(engine.attachment == address for engine in self.engines)
 
 
 def open_lines(
@@ -75,4 +82,4 @@ def _open_line(
     except BaseException:
         sender.close()
         raise
-    return Line(transport=transport.name, sender=sender)
+    return Line(transport=transport.name, sender=sender, engines=tuple(engines))

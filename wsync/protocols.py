@@ -267,6 +267,11 @@ class Engine(Protocol):
 
     name: str
 
+    @property
+    def replica(self) -> str:
+        """Its own, unless engines of several trainer ranks are parts of one replica: then the same for all of them."""
+        ...
+
     def endpoints(self) -> Sequence[Endpoint]:
         """Every worker, in the order of worker ranks."""
         ...
@@ -276,7 +281,7 @@ class Engine(Protocol):
         ...
 
     def last_version(self) -> int:
-        """The newest version that this engine ever served, also while torn. Versions only grow."""
+        """The newest version that a worker may ever have served, also while torn. Versions only grow."""
         ...
 
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
@@ -285,6 +290,11 @@ class Engine(Protocol):
 
     def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
         """Give every worker the plan and its receiver: worker i connects as `first_index + i`. Once per sender."""
+        ...
+
+    @property
+    def attachment(self) -> str | None:
+        """Address of the ticket that the workers were attached with last; None if with none."""
         ...
 
     def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:
@@ -305,8 +315,11 @@ class Engine(Protocol):
         """Publish: every worker takes `version`, caches are dropped. Raises `EngineStateError` if `attempt` is over."""
         ...
 
-    def abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
-        """End an attempt. A worker that had begun is torn; one that had not still serves. Never raises."""
+    def abort(self, attempt: str, reason: str, deadline: Deadline, *, tear: bool = False) -> None:
+        """End an attempt. A worker that had begun is torn; one that had not still serves. Never raises.
+
+        With `tear` the engine ends torn in any case: its replica has other parts, which may be.
+        """
         ...
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:

@@ -7,8 +7,9 @@
     all ranks    loaded everywhere?
     owners       publish, resume
 
-An error at any point is heard by every rank before its next step. Engines that were not touched serve their old
-version again; the others are torn. The next sync connects slots and sockets afresh.
+An error at any point is heard by every rank before its next step. An engine that was not touched serves its old
+version again, one that had already published serves the new one, the others are torn. The next sync connects slots and
+sockets afresh.
 """
 
 import threading
@@ -22,7 +23,7 @@ import torch
 
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
-from wsync.errors import ClosedError, ConfigError, DigestError, EngineStateError, first_five
+from wsync.errors import ClosedError, ConfigError, DigestError, WsyncError, first_five
 from wsync.group import Group
 from wsync.handshake import Agreement, connect_ranks
 from wsync.lines import Line, open_lines
@@ -53,9 +54,9 @@ class Session:
         self._lines: list[Line] = []
         self._attached = False
         self._closed = False
-        self._calls = 0
+        self._call = 0
         self._busy = threading.Lock()
-        self._agreement: Agreement = connect_ranks(producer, engines, transports, group, config, self._deadline())
+        self._agreement: Agreement = connect_ranks(producer, engines, transports, group, config)
 
     def sync(self, version: int | None = None) -> SyncReport:
         """*Collective.* Bring every engine to the trainer's present weights.
@@ -76,6 +77,16 @@ class Session:
             return self._run(version)
         finally:
             self._busy.release()
+
+    @property
+    def token(self) -> str:
+        """The same on every rank of this session, and on no other session."""
+        return self._agreement.token
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
 
     def explain(self) -> str:
         """What was agreed at connect: plan, transport and why not the others, how tensors are loaded."""
@@ -119,8 +130,7 @@ class Session:
 
     def _run(self, version: int | None) -> SyncReport:
         watch = Stopwatch()
-        self._calls += 1
-        self._group.enter(self._calls)
+        self._call = self._group.enter()
         with watch.stage("begin"):
             version, attempt, attached = self._begin(version)
         try:
@@ -137,13 +147,16 @@ class Session:
 
     def _begin(self, version: int | None) -> tuple[int, str, bool]:
         """Agree on the version and the attempt. Nothing is touched before everyone is here."""
-        mine = {
-            "version": version,
-            "attempt": uuid.uuid4().hex,
-            "attached": self._attached,
-            "newest": max((engine.last_version() for engine in self.engines), default=0),
-        }
-        replies = cast("Sequence[Mapping[str, Any]]", self._group.round("begin", mine, self._deadline()))
+
+        def mine() -> Mapping[str, object]:
+            return {
+                "version": version,
+                "attempt": uuid.uuid4().hex,
+                "attached": self._attached and all(line.intact for line in self._lines),
+                "newest": max((engine.last_version() for engine in self.engines), default=0),
+            }
+
+        replies = cast("Sequence[Mapping[str, Any]]", self._group.gather("begin", mine, self._deadline()))
         asked = {reply["version"] for reply in replies}
         if len(asked) != 1:
             raise ConfigError(f"trainer ranks ask for different versions: {[reply['version'] for reply in replies]}")
@@ -159,7 +172,7 @@ class Session:
         agreement = self._agreement
         self._lines = self._group.local(
             "attach",
-            lambda: open_lines(self.engines, agreement.choices, agreement.plan, self.config, self._calls),
+            lambda: open_lines(self.engines, agreement.choices, agreement.plan, self.config, self._call),
             self._patience(),
         )
         self._attached = True
@@ -183,21 +196,22 @@ class Session:
         with watch.stage("drain"):
             group.agree("drain", error or self._drain(), self._patience())
         with watch.stage("load"):
-            results = group.local(
-                "load", lambda: [engine.join(self._deadline()) for engine in self.engines], self._patience()
-            )
+            results = group.local("load", self._join, self._patience())
         if self.config.verify == "digest":
             with watch.stage("digest"):
                 self._compare_digests(results)
         with watch.stage("finish"):
             group.local("finish", lambda: self._publish(version, attempt), self._patience())
+            for engine in self.engines:
+                engine.resume()
         return paused.seconds if self.engines else 0.0
 
     def _start_engines(self, version: int, attempt: str) -> None:
+        deadline = self._deadline()
         for engine in self.engines:
-            engine.pause(self.config.pause, self._deadline())
+            engine.pause(self.config.pause, deadline)
         for engine in self.engines:
-            engine.begin(version, attempt, self._deadline(), digest=self.config.verify == "digest")
+            engine.begin(version, attempt, deadline, digest=self.config.verify == "digest")
 
     def _send(self, bucket: Bucket, error: BaseException | None, watch: Stopwatch) -> BaseException | None:
         """Move one bucket on every rank. Returns an error of the last, local step for the next go/stop to report."""
@@ -209,7 +223,8 @@ class Session:
         if error is None:
             try:
                 with watch.stage("acquire"):
-                    slots = [ring.acquire(self._deadline()) for ring in rings]
+                    deadline = self._deadline()
+                    slots = [ring.acquire(deadline) for ring in rings]
                 if gather:
                     with watch.stage("stage"):
                         producer.stage(bucket)
@@ -234,12 +249,17 @@ class Session:
         return None
 
     def _drain(self) -> BaseException | None:
+        deadline = self._deadline()
         try:
             for line in self._lines:
-                line.sender.drain(self._deadline())
+                line.sender.drain(deadline)
         except Exception as error:
             return error
         return None
+
+    def _join(self) -> list[Sequence[Mapping[str, int]]]:
+        deadline = self._deadline()
+        return [engine.join(deadline) for engine in self.engines]
 
     def _compare_digests(self, results: Sequence[Sequence[Mapping[str, int]]]) -> None:
         names = [spec.name for spec in self._agreement.plan.specs]
@@ -259,24 +279,26 @@ class Session:
                     )
 
     def _publish(self, version: int, attempt: str) -> None:
+        deadline = self._deadline()
         for engine in self.engines:
-            engine.finish(version, attempt, self._deadline())
-        for engine in self.engines:
-            engine.resume()
+            engine.finish(version, attempt, deadline)
 
     def _give_up(self, attempt: str, error: BaseException) -> None:
-        """Close the wires first, so that workers stop waiting; then see what each engine still holds."""
+        """Close the wires first, so that workers stop waiting; then see what each engine still holds. Never raises."""
         self._group.report("give up", error)
         self._detach()
         self._group.reset()
+        reason, deadline = f"{type(error).__name__}: {error}", self._deadline()
         for engine in self.engines:
-            engine.abort(attempt, f"{type(error).__name__}: {error}", self._deadline())
-            with suppress(EngineStateError):  # torn: it stays paused
+            # The halves of one replica must not end in different states: they would wait for each other for ever.
+            engine.abort(attempt, reason, deadline, tear=engine.replica in self._agreement.spread)
+        for engine in self.engines:
+            with suppress(WsyncError, ReferenceError):  # torn, or gone: it stays paused
                 engine.resume()
 
     def _patience(self) -> Deadline:
-        """For rounds in the middle of a sync: a rank may first have waited for its engine as long as it may."""
-        return Deadline.after(2 * self.config.timeout_s)
+        """For rounds in the middle of a sync: a rank may first have waited for its engines."""
+        return Deadline.beyond(self.config.timeout_s)
 
     def _report(self, version: int, watch: Stopwatch, pause_seconds: float) -> SyncReport:
         plan = self._agreement.plan

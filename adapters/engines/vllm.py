@@ -82,8 +82,12 @@ class VLLMEngine(WorkerEngine):
         self._dead: str | None = None
         self._pidfds: dict[int, int] = {}
         weakref.finalize(self, _close_all, self._pidfds)
-        if _local_worker(llm) is None:
+        local = _local_worker(llm)
+        if local is None:
             _check_extension(llm)
+        elif llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+            size = llm.llm_engine.vllm_config.parallel_config.world_size
+            self._replica = f"vLLM, external_launcher, replica {local.rank // size}"
 
     # What WorkerEngine asks for.
 
@@ -112,6 +116,15 @@ class VLLMEngine(WorkerEngine):
             elif hidden is not None:
                 entries[name] = hidden
 
+    @property
+    def replica(self) -> str:
+        """Under external_launcher with tensor parallelism the same on the ranks that hold parts of one model."""
+        llm = self._llm()
+        parallel, local = llm.llm_engine.vllm_config.parallel_config, _local_worker(llm)
+        if local is None or parallel.distributed_executor_backend != "external_launcher" or parallel.world_size == 1:
+            return super().replica
+        return f"{llm.model_config.model}, ranks from {local.rank // parallel.world_size * parallel.world_size}"
+
     def endpoints(self) -> Sequence[Endpoint]:
         """Every worker, in the order of worker ranks. From then on the death of one of them is noticed at once."""
         endpoints = super().endpoints()
@@ -128,9 +141,9 @@ class VLLMEngine(WorkerEngine):
         self._patience_s = deadline.timeout_s
         return super().describe(specs, deadline)
 
-    def abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
+    def abort(self, attempt: str, reason: str, deadline: Deadline, *, tear: bool = False) -> None:
         """End an attempt. If the old version still serves, requests that were frozen for it go on. Never raises."""
-        super().abort(attempt, reason, deadline)
+        super().abort(attempt, reason, deadline, tear=tear)
         if self._reason_not_to_serve() is None:
             with suppress(WsyncError):
                 self.on_resume()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from wsync.testing.ranks import Rank, run_ranks
 
 def group_of(me: Rank, timeout_s: float = 20.0) -> Group:
     group = Group(me.rank, me.world_size, PrefixStore("session", me.store), timeout_s)
-    group.enter(1)
+    group.enter()
     return group
 
 
@@ -74,22 +75,55 @@ def never_come(me: Rank) -> tuple[str, bool]:
     return words, trainer_group_works(me)
 
 
-def come_late(me: Rank) -> str:
-    """Rank 1 arrives after rank 0 gave up, and must not go on alone; the next call brings both together again."""
-    group = group_of(me)
-    words = ""
+def come_late(me: Rank) -> list[int]:
+    """Rank 1 misses the first call, which rank 0 gives up; after that both meet, call after call."""
+    group = Group(me.rank, me.world_size, PrefixStore("session", me.store), 20.0)
     if me.rank == 0:
+        group.enter()
         with pytest.raises(RankError):
             group.round("begin", None, Deadline.after(0.5))
     dist.barrier()
+    numbers = []
+    for _ in range(2):
+        numbers.append(group.enter())
+        assert group.round("begin", me.rank, Deadline.after(20)) == [0, 1]
+    return numbers
+
+
+def fail_first(me: Rank) -> str:
+    """Rank 0 fails before its first message and goes on; a slower rank 1 hears why, and both meet in the next call."""
+    group = Group(me.rank, me.world_size, PrefixStore("session", me.store), 20.0)
+    words = ""
+    if me.rank == 0:
+        group.enter()
+        group.report("begin", ValueError("no engine"))
+    dist.barrier()
     if me.rank == 1:
-        group.round("begin", None, Deadline.after(5))
+        group.enter()
         with pytest.raises(RankError) as caught:
-            group.round("pause", None, Deadline.after(5))
+            group.round("begin", None, Deadline.after(5))
         words = str(caught.value)
-    group.enter(2)
+    group.enter()
     assert group.round("begin", me.rank, Deadline.after(20)) == [0, 1]
     return words
+
+
+def close_at_once(me: Rank) -> object:
+    """Rank 0 closes right after a round; rank 1, held up in it, still reads what rank 0 had posted."""
+    group = group_of(me)
+    if me.rank == 0:
+        replies = group.round("last", "bye", Deadline.after(20))
+        group.close()
+        me.store.set("closed", "")
+        return replies
+    read = group._read
+
+    def slow_read(step: int, rank: int) -> dict[str, object]:
+        me.store.wait(["closed"], timedelta(seconds=20))
+        return read(step, rank)
+
+    group._read = slow_read  # type: ignore[method-assign]
+    return group.round("last", "hello", Deadline.after(20))
 
 
 def send_to_first(me: Rank) -> bool:
@@ -153,9 +187,17 @@ def test_a_rank_that_does_not_call_is_named_by_all_others() -> None:
     assert third.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
 
 
-def test_a_late_rank_is_told_that_the_others_gave_up() -> None:
-    _, words = run_ranks(come_late, 2, timeout_s=60)
-    assert "rank 0" in words
+def test_a_rank_that_missed_a_call_meets_the_others_in_the_next() -> None:
+    assert run_ranks(come_late, 2, timeout_s=60) == [[2, 3], [2, 3]]
+
+
+def test_a_rank_that_fails_before_the_first_round_is_heard_by_a_slower_one() -> None:
+    _, words = run_ranks(fail_first, 2, timeout_s=60)
+    assert words == "stopped before phase 'begin': rank 0: ValueError: no engine"
+
+
+def test_closing_leaves_the_last_messages_for_slower_ranks() -> None:
+    assert run_ranks(close_at_once, 2, timeout_s=60) == [["bye", "hello"]] * 2
 
 
 def test_point_to_point_brings_the_right_bytes() -> None:

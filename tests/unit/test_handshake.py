@@ -1,6 +1,6 @@
 """What ranks and engines must agree on before a byte is moved, as pure functions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -30,6 +30,10 @@ def manifest(dtypes: Mapping[str, torch.dtype], **fields: object) -> Manifest:
     return Manifest(dtypes=dtypes, **{**defaults, **fields})  # type: ignore[arg-type]
 
 
+def one_engine(*workers: Manifest) -> Mapping[str, Sequence[Manifest]]:
+    return {"replica": workers}
+
+
 def test_owners_of_all_ranks_are_joined() -> None:
     (merged,) = merge_specs([[spec("w", 0, 0, 2)], [spec("w", 1, 2, 2)]])
     assert [owner.rank for owner in merged.owners] == [0, 1]
@@ -49,38 +53,47 @@ def test_ranks_with_different_tensors_are_told_which() -> None:
 
 def test_the_engine_declares_the_wire_dtype_tensor_by_tensor() -> None:
     specs = [spec("w", 0, 0, 4), spec("bias", 0, 0, 4)]
-    wanted = negotiate(specs, [manifest({"w": torch.bfloat16, "bias": torch.float32})], None)
+    wanted = negotiate(specs, one_engine(manifest({"w": torch.bfloat16, "bias": torch.float32})), None)
     assert [w.dtype for w in wanted] == [torch.bfloat16, torch.float32]
-    forced = negotiate(specs, [manifest({"w": torch.bfloat16, "bias": torch.float32})], torch.float16)
+    forced = negotiate(specs, one_engine(manifest({"w": torch.bfloat16, "bias": torch.float32})), torch.float16)
     assert [w.dtype for w in forced] == [torch.float16, torch.float16]
 
 
 def test_two_engines_get_the_wider_dtype_so_that_each_rounds_once() -> None:
-    manifests = [manifest({"w": torch.bfloat16}), manifest({"w": torch.float32})]
-    assert negotiate([spec("w", 0, 0, 4)], manifests, None)[0].dtype == torch.float32
+    replicas = {"a": [manifest({"w": torch.bfloat16})], "b": [manifest({"w": torch.float32})]}
+    assert negotiate([spec("w", 0, 0, 4)], replicas, None)[0].dtype == torch.float32
 
 
-def test_coverage_of_a_source_is_joined_over_workers() -> None:
+def test_coverage_of_a_source_is_joined_over_the_workers_of_a_replica() -> None:
     top, bottom = (Region.box((4, 8), (start, 0), (2, 8)) for start in (0, 2))
     halves = [manifest({"w": torch.float32}, uses={"w": (part,)}) for part in (top, bottom)]
-    assert negotiate([spec("w", 0, 0, 4)], halves, None)
-    with pytest.raises(MismatchError, match=r"w \[4, 8\]: no engine worker reads all of it"):
-        negotiate([spec("w", 0, 0, 4)], halves[:1], None)
+    assert negotiate([spec("w", 0, 0, 4)], one_engine(*halves), None)
+    with pytest.raises(MismatchError, match=r"w \[4, 8\]: the engine's workers do not read all of it"):
+        negotiate([spec("w", 0, 0, 4)], one_engine(*halves[:1]), None)
+
+
+def test_an_engine_that_reads_a_part_is_not_excused_by_another_engine() -> None:
+    narrow = manifest({"w": torch.float32}, uses={"w": (Region.box((4, 8), (0, 0), (2, 8)),)})
+    with pytest.raises(MismatchError, match="do not read all of it"):
+        negotiate([spec("w", 0, 0, 4)], {"a": [manifest({"w": torch.float32})], "b": [narrow]}, None)
 
 
 def test_problems_of_all_workers_are_listed_once_with_a_count() -> None:
     problems = tuple(f"t{i}: unknown name" for i in range(7))
+    workers = [manifest({"w": torch.float32}, problems=problems)] * 2
     with pytest.raises(MismatchError, match=r"7 place\(s\), nothing was changed: t0.*t4: unknown name and 2 more"):
-        negotiate([spec("w", 0, 0, 4)], [manifest({"w": torch.float32}, problems=problems)] * 2, None)
+        negotiate([spec("w", 0, 0, 4)], one_engine(*workers), None)
 
 
 def test_an_optional_buffer_that_nobody_wants_stays_home() -> None:
     buffer = TensorSpec(name="inv_freq", shape=(4, 8), dtype=torch.float32, optional=True)
-    assert [s.name for s in negotiate([spec("w", 0, 0, 4), buffer], [manifest({"w": torch.float32})], None)] == ["w"]
-    both = {"w": torch.float32, "inv_freq": torch.float32}
-    assert len(negotiate([spec("w", 0, 0, 4), buffer], [manifest(both)], None)) == 2
+    specs = [spec("w", 0, 0, 4), buffer]
+    plain, both = manifest({"w": torch.float32}), manifest({"w": torch.float32, "inv_freq": torch.float32})
+    assert [s.name for s in negotiate(specs, one_engine(plain), None)] == ["w"]
+    assert len(negotiate(specs, one_engine(both), None)) == 2
+    assert len(negotiate(specs, {"a": [plain], "b": [both]}, None)) == 2, "one of two engines wants it"
 
 
 def test_an_integer_tensor_is_not_rounded_to_float() -> None:
     with pytest.raises(MismatchError, match=r"w: the trainer holds torch.int32, the engine wants torch.float32"):
-        negotiate([spec("w", 0, 0, 4, dtype=torch.int32)], [manifest({"w": torch.float32})], None)
+        negotiate([spec("w", 0, 0, 4, dtype=torch.int32)], one_engine(manifest({"w": torch.float32})), None)
