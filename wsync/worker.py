@@ -185,7 +185,13 @@ class Worker:
         line = self._line
         if line is None or line.failed:
             raise EngineStateError(f"no sender is attached; attach before version {version}")
-        self._states.begin(version, attempt)
+        try:
+            self._states.begin(version, attempt)
+        except EngineStateError as error:
+            if self.state.kind != "updating":  # else the sender is that of the attempt that runs
+                line.failed = True
+                line.receiver.fail(f"{type(error).__name__}: {error}")
+            raise
         try:
             digests = _Digests(line.plan) if message["digest"] else None
             return self._take(line, attempt, Deadline.after(float(message["timeout_s"])), digests)

@@ -194,6 +194,18 @@ def test_a_failure_to_publish_tears(engine: FakeEngine, step: str, monkeypatch: 
     assert "could not be published" in engine.reason
 
 
+def test_a_version_that_one_worker_may_have_taken_is_not_asked_for_again(engine: FakeEngine) -> None:
+    engine.answers["publish"] = [{}, {"error": ERROR}]
+    with pytest.raises(PeerError):
+        engine.sync(1)
+    assert engine.last_version() == 1, "worker 0 took it"
+    with pytest.raises(EngineStateError, match="given version 1; 1 is not newer"):
+        engine.begin(1, "b", soon(), digest=False)
+    engine.answers["publish"] = [{}, {}]
+    engine.sync(2)
+    assert (engine.version(), engine.last_version()) == (2, 2)
+
+
 # Answers.
 
 

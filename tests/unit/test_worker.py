@@ -228,9 +228,11 @@ def test_versions_only_grow_and_attempts_are_fenced() -> None:
         r.sync(checkpoint(1), 3, "a")
         with pytest.raises(Failed, match="version 3 is not newer than version 3"):
             r.update(3, "b").result(TIMEOUT_S)
+        r.attach(checkpoint(0))
         r.ask("abort", attempt="c")
         with pytest.raises(Failed, match="attempt c at version 4 was ended before it began"):
             r.update(4, "c").result(TIMEOUT_S)
+        r.attach(checkpoint(0))
         with pytest.raises(Failed, match="attempt a is over"):
             r.ask("publish", version=3, attempt="a")
         updating = r.update(4, "d")
@@ -243,6 +245,21 @@ def test_versions_only_grow_and_attempts_are_fenced() -> None:
         assert r.ask("abort", attempt="d") == {"state": "torn"}, "loaded, and not to be published"
         with pytest.raises(Failed, match="attempt d is over"):
             r.ask("publish", version=4, attempt="d")
+
+
+def test_a_worker_that_refuses_an_update_tells_the_sender() -> None:
+    with rig() as r:
+        r.attach(checkpoint(0))
+        r.sync(checkpoint(1), 1, "a")
+        with pytest.raises(Failed, match="version 1 is not newer"):
+            r.update(1, "b").result(TIMEOUT_S)
+        with pytest.raises(PeerError, match="version 1 is not newer"):
+            r.send(checkpoint(2))
+        with pytest.raises(Failed, match="attach before version 2"):
+            r.update(2, "c").result(TIMEOUT_S)
+        r.attach(checkpoint(0))
+        r.sync(checkpoint(2), 2, "d")
+        assert_holds(r.loader, checkpoint(2))
 
 
 def test_an_abort_while_the_update_runs_ends_it_at_its_next_bucket() -> None:
