@@ -50,6 +50,7 @@ class WorkerEngine(ABC):
         self._asleep: set[str] = set()
         self._void = False
         self._attempt: str | None = None
+        self._abandoned: str | None = None
         self._taking = 0
         self._resume_at_wake = False
         self._update: Background[Sequence[Mapping[str, Any]]] | None = None
@@ -120,12 +121,14 @@ class WorkerEngine(ABC):
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
         """Dry-run the loader of every worker on `specs`. Nothing is written."""
         self._require_weights("describe its parameters")
+        self._fence("describe its parameters", deadline)
         replies = self._ask("describe", {"specs": list(specs), "void": self._void}, deadline)
         return [cast("Manifest", reply["manifest"]) for reply in replies]
 
     def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
         """Give every worker the plan and its receiver: worker i connects as `first_index + i`."""
         message = {"plan": plan, "ticket": ticket, "first_index": first_index, "timeout_s": deadline.timeout_s}
+        self._fence("attach", deadline)
         self._attachment = None
         self._ask("attach", message, deadline)
         self._attachment = ticket.address
@@ -138,11 +141,7 @@ class WorkerEngine(ABC):
     def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:
         """Start every worker's loop and return at once. Raises `EngineStateError` before any update call."""
         self._require_weights(f"take version {version}")
-        if self._update is not None and not self._update.done:
-            raise EngineStateError(
-                f"{self.name} has not answered the previous sync yet; its worker may be stalled. "
-                f"A new sync can start when it has, or after the engine is restarted"
-            )
+        self._fence(f"take version {version}", deadline)
         if self._attempt is not None:
             raise EngineStateError(f"{self.name}: attempt {self._attempt} is not over yet; finish or abort it first")
         if version <= self.last_version():
@@ -174,8 +173,9 @@ class WorkerEngine(ABC):
         except Exception as error:
             self._update = None
             self._tear(f"version {version} could not be published: {_first_line(error)}")
-            with suppress(WsyncError):  # one that does not hear it stays in this attempt, and refuses the next
-                self._ask("abort", {"attempt": attempt}, deadline)
+            self._abandoned = attempt
+            with suppress(WsyncError):  # then the next call tries again
+                self._fence("end it", deadline)
             raise
         self._version, self._torn, self._void = version, None, False
         self._attempt = self._update = None
@@ -198,6 +198,7 @@ class WorkerEngine(ABC):
             self._ask("abort", {"attempt": attempt}, deadline)
             states = {(reply["state"], reply["version"]) for reply in self._ask("hello", {}, deadline)}
         except Exception as error:
+            self._abandoned = attempt
             self._tear(f"{_first_line(reason)}; and then a worker did not answer: {_first_line(error)}")
             return
         self._update = None
@@ -298,6 +299,17 @@ class WorkerEngine(ABC):
     def _require_weights(self, doing: str) -> None:
         if "weights" in self._asleep:
             raise EngineStateError(f"{self.name} is asleep and cannot {doing}; call wake_up(['weights']) first")
+
+    def _fence(self, doing: str, deadline: Deadline) -> None:
+        """End on the workers what was given up without an answer. Raises `EngineStateError` while that is open."""
+        if self._update is not None and not self._update.done:
+            raise EngineStateError(
+                f"{self.name} has not answered the previous sync yet and cannot {doing}; its worker may be stalled. "
+                f"A new sync can start when it has, or after the engine is restarted"
+            )
+        if self._abandoned is not None:
+            self._ask("abort", {"attempt": self._abandoned}, deadline)
+            self._abandoned = None
 
     def _tear(self, reason: str) -> None:
         self._attempt = None

@@ -33,6 +33,7 @@ class FakeEngine(WorkerEngine):
             "publish": [{}, {}],
             "abort": [{}, {}],
             "describe": [{"manifest": "m0"}, {"manifest": "m1"}],
+            "attach": [{}, {}],
             "detach": [{}, {}],
         }
 

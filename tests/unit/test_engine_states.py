@@ -1,6 +1,6 @@
 """The rules of `WorkerEngine` about attempts: what may be called when, and what is left after a failure."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -8,6 +8,10 @@ import pytest
 from tests.unit.fake_engine import ERROR, FakeEngine, fail_update, soon
 from wsync import wire
 from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout
+from wsync.plan import Plan
+from wsync.protocols import Ticket
+
+TICKET = Ticket(transport="inproc", address="one", secret=b"", generation=1)
 
 
 @pytest.fixture
@@ -100,8 +104,13 @@ def test_no_begin_while_the_last_call_is_unanswered(engine: FakeEngine) -> None:
     with pytest.raises(SyncTimeout, match="to load version 1"):
         engine.join(soon(0.05))
     engine.abort("a", "the worker is stalled", soon(0.05))
-    with pytest.raises(EngineStateError, match="not answered the previous sync"):
-        engine.begin(2, "b", soon(), digest=False)
+    for forbidden in (
+        lambda: engine.begin(2, "b", soon(), digest=False),
+        lambda: engine.describe([], soon()),
+        lambda: engine.attach(Plan.pack([], 4096), TICKET, 0, soon()),
+    ):
+        with pytest.raises(EngineStateError, match="not answered the previous sync"):
+            forbidden()
     with pytest.raises(EngineStateError, match="cannot sleep now"):
         engine.sleep(2)
     assert engine.calls == ["hello", "update"], "an unanswered worker is asked nothing"
@@ -110,6 +119,27 @@ def test_no_begin_while_the_last_call_is_unanswered(engine: FakeEngine) -> None:
     engine._update.result(soon())
     engine.sync(2)
     assert (engine.version(), engine.reason) == (2, None)
+    assert engine.calls == ["hello", "update", "abort", "update", "publish"]
+
+
+@pytest.mark.parametrize("method", ["describe", "attach", "update"])
+def test_what_was_given_up_without_an_answer_is_ended_before_anything_else(engine: FakeEngine, method: str) -> None:
+    fail_update(engine)
+    engine.answers["abort"] = SyncTimeout("no answer")
+    engine.abort("a", "the worker is stalled", soon())
+    again: Mapping[str, Callable[[], object]] = {
+        "describe": lambda: engine.describe([], soon()),
+        "attach": lambda: engine.attach(Plan.pack([], 4096), TICKET, 0, soon()),
+        "update": lambda: engine.sync(2),
+    }
+    with pytest.raises(SyncTimeout, match="no answer"):
+        again[method]()
+    engine.answers.update(abort=[{}, {}], update=[{"digests": {}}] * 2)
+    again[method]()
+    again[method if method != "update" else "describe"]()
+    assert engine.calls[3:5] == ["abort", "abort"]
+    assert engine.calls[5] == method
+    assert engine.calls.count("abort") == 3, "and only once"
 
 
 # Outcomes of an abort.
@@ -166,10 +196,10 @@ def test_a_torn_engine_serves_after_the_next_full_sync(engine: FakeEngine) -> No
 
 def test_a_torn_engine_is_not_healed_by_an_abort_that_touched_nothing(engine: FakeEngine) -> None:
     test_abort_that_leaves_doubt_tears(engine, PeerError("worker 1 died"))
+    engine.answers["abort"] = [{}, {}]
     engine.begin(2, "b", soon(), digest=False)
     with pytest.raises(PeerError):
         engine.join(soon())
-    engine.answers["abort"] = [{}, {}]
     engine.abort("b", "again", soon())
     with pytest.raises(EngineStateError, match="bucket 3 was lost"):
         engine.version()
