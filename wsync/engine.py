@@ -135,7 +135,7 @@ class WorkerEngine(ABC):
 
     @property
     def attachment(self) -> str | None:
-        """Address of the ticket that the workers were attached with last; None if with none."""
+        """Address of the ticket that the workers are attached with; None before `attach`, after `close`, a failure."""
         return self._attachment
 
     def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:
@@ -171,7 +171,7 @@ class WorkerEngine(ABC):
             self._newest = version  # whatever comes of it: some worker may take it
             self._ask("publish", {"version": version, "attempt": attempt}, deadline)
         except Exception as error:
-            self._update = None
+            self._update = self._attachment = None
             self._tear(f"version {version} could not be published: {_first_line(error)}")
             self._abandoned = attempt
             with suppress(WsyncError):  # then the next call tries again
@@ -193,6 +193,7 @@ class WorkerEngine(ABC):
     def _abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
         if self._update is None or self._attempt != attempt:
             return
+        self._attachment = None  # the workers are through with that sender
         try:
             self._settle(deadline)
             self._ask("abort", {"attempt": attempt}, deadline)
@@ -273,10 +274,12 @@ class WorkerEngine(ABC):
         whole = [bytearray(b"".join(pieces)) for pieces in zip(*parts, strict=True)]
         return [_tensor(data, reply["dtype"], reply["shape"]) for data, reply in zip(whole, replies, strict=True)]
 
-    def close(self) -> None:
-        """Let the workers drop their receivers. The engine itself stays. Never raises."""
+    def close(self, address: str | None = None) -> None:
+        """Let the workers drop the receivers attached at `address` (None: any). The engine stays. Never raises."""
+        if address in (None, self._attachment):
+            self._attachment = None
         try:
-            self._ask("detach", {}, Deadline.after(5.0))
+            self._ask("detach", {"address": address}, Deadline.after(5.0))
         except Exception:
             return  # a worker that is gone has dropped them
 

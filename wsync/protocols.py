@@ -294,7 +294,7 @@ class Engine(Protocol):
 
     @property
     def attachment(self) -> str | None:
-        """Address of the ticket that the workers were attached with last; None if with none."""
+        """Address of the ticket that the workers are attached with; None before `attach`, after `close`, a failure."""
         ...
 
     def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:
@@ -338,6 +338,6 @@ class Engine(Protocol):
         """Take memory back by tag, `weights` before `kv_cache`. After level 2 only a full sync makes it serve."""
         ...
 
-    def close(self) -> None:
-        """Let the workers drop their receivers. The engine itself stays. Never raises."""
+    def close(self, address: str | None = None) -> None:
+        """Let the workers drop the receivers attached at `address` (None: any). The engine stays. Never raises."""
         ...

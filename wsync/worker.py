@@ -9,7 +9,7 @@
     publish   version, attempt                     version
     abort     attempt                              state
     read      name, start, count                   dtype, shape, nbytes, data
-    detach
+    detach    address (None: any)
 """
 
 import time
@@ -38,9 +38,10 @@ Message = Mapping[str, Any]
 
 
 @dataclass(slots=True)
-class _Line:
+class _Attachment:
     """What `attach` made: where buckets come from and what is done with them."""
 
+    address: str
     plan: Plan
     routine: Routine
     receiver: Receiver
@@ -87,7 +88,7 @@ class Worker:
         self._states = StateMachine(on_state)
         self._load: LoadPlan | None = None
         self._verdict: tuple[tuple[Write, ...], tuple[str, Sequence[str]]] | None = None
-        self._line: _Line | None = None
+        self._attachment: _Attachment | None = None
         self._methods: dict[str, Callable[[Message], Message]] = {
             "hello": self._hello,
             "describe": self._describe,
@@ -161,7 +162,7 @@ class Worker:
 
     def _attach(self, message: Message) -> Message:
         self._states.require_idle("attach")
-        self._detach(message)
+        self._detach({"address": None})
         plan, ticket = cast("Plan", message["plan"]), cast("Ticket", message["ticket"])
         load = self._load
         if load is None or not load.matches({spec.name: spec for spec in plan.specs}):
@@ -171,45 +172,49 @@ class Worker:
         routine = Routine.compile(load, plan)
         index = int(message["first_index"]) + self._rank
         deadline = Deadline.after(float(message["timeout_s"]))
-        self._line = _Line(plan, routine, self._transport(ticket.transport).receiver(ticket, index, deadline))
+        receiver = self._transport(ticket.transport).receiver(ticket, index, deadline)
+        self._attachment = _Attachment(ticket.address, plan, routine, receiver)
         return {}
 
     def _detach(self, message: Message) -> Message:
-        line, self._line = self._line, None
-        if line is not None:
-            line.receiver.close()
+        attachment, address = self._attachment, message["address"]
+        if attachment is not None and address in (None, attachment.address):
+            self._attachment = None
+            attachment.receiver.close()
         return {}
 
     def _update(self, message: Message) -> Message:
         version, attempt = int(message["version"]), str(message["attempt"])
-        line = self._line
-        if line is None or line.failed:
+        attachment = self._attachment
+        if attachment is None or attachment.failed:
             raise EngineStateError(f"no sender is attached; attach before version {version}")
         try:
             self._states.begin(version, attempt)
         except EngineStateError as error:
             if self.state.kind != "updating":  # else the sender is that of the attempt that runs
-                line.failed = True
-                line.receiver.fail(f"{type(error).__name__}: {error}")
+                attachment.failed = True
+                attachment.receiver.fail(f"{type(error).__name__}: {error}")
             raise
         try:
-            digests = _Digests(line.plan) if message["digest"] else None
-            return self._take(line, attempt, Deadline.after(float(message["timeout_s"])), digests)
+            digests = _Digests(attachment.plan) if message["digest"] else None
+            return self._take(attachment, attempt, Deadline.after(float(message["timeout_s"])), digests)
         except BaseException as error:
-            line.failed = True
-            self._fail(line, attempt, f"{type(error).__name__}: {error}")
+            attachment.failed = True
+            self._fail(attachment, attempt, f"{type(error).__name__}: {error}")
             raise
 
-    def _take(self, line: _Line, attempt: str, deadline: Deadline, digests: "_Digests | None") -> Message:
+    def _take(self, attachment: _Attachment, attempt: str, deadline: Deadline, digests: "_Digests | None") -> Message:
         """Load everything that arrives. Raises what goes wrong; the caller ends the attempt."""
         seconds = _Seconds()
-        loader, load = self._loader, line.routine.load
+        loader, load = self._loader, attachment.routine.load
         with seconds.stage("begin"):
             loader.begin()
             targets = loader.targets()
-        arrivals = self._arrivals(line, attempt, deadline, seconds, digests)
+        arrivals = self._arrivals(attachment, attempt, deadline, seconds, digests)
         with writable(targets), seconds.stage("total"):
-            Replay(line.routine, targets).run(arrivals, loader.load_weights, lambda: self._states.writing(attempt))
+            Replay(attachment.routine, targets).run(
+                arrivals, loader.load_weights, lambda: self._states.writing(attempt)
+            )
         del targets
         with seconds.stage("finish"):
             loader.finish()
@@ -219,17 +224,17 @@ class Worker:
         )
         return {
             "digests": digests.values if digests is not None else {},
-            "nbytes": line.plan.nbytes,
-            "replayed": len(line.plan.specs) - len(load.through_loader),
+            "nbytes": attachment.plan.nbytes,
+            "replayed": len(attachment.plan.specs) - len(load.through_loader),
             "through_loader": len(load.through_loader),
             "seconds": seconds.stages,
         }
 
     def _arrivals(
-        self, line: _Line, attempt: str, deadline: Deadline, seconds: _Seconds, digests: "_Digests | None"
+        self, attachment: _Attachment, attempt: str, deadline: Deadline, seconds: _Seconds, digests: "_Digests | None"
     ) -> Arrivals:
         """Buckets as they come, each one only while the attempt is under way."""
-        buckets = iter(line.receiver.buckets(line.plan, deadline))
+        buckets = iter(attachment.receiver.buckets(attachment.plan, deadline))
         while True:
             with seconds.stage("wait"):
                 item = next(buckets, None)
@@ -242,9 +247,9 @@ class Worker:
             yield item
             del item  # advancing releases the slot
 
-    def _fail(self, line: _Line, attempt: str, reason: str) -> None:
+    def _fail(self, attachment: _Attachment, attempt: str, reason: str) -> None:
         """Tell the sender, put the model in order, and say what the worker is now."""
-        line.receiver.fail(reason)
+        attachment.receiver.fail(reason)
         try:
             self._loader.rollback()
         except Exception as error:

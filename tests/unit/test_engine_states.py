@@ -1,6 +1,7 @@
 """The rules of `WorkerEngine` about attempts: what may be called when, and what is left after a failure."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -258,3 +259,40 @@ def test_close_never_raises(engine: FakeEngine) -> None:
     replies: Mapping[str, Any] = engine.answers
     assert engine.calls == ["detach"]
     assert isinstance(replies["detach"], PeerError)
+
+
+def test_attachment_is_the_address_that_the_next_sync_would_come_from(engine: FakeEngine) -> None:
+    plan, other = Plan.pack([], 4096), replace(TICKET, address="two")
+    seen = [engine.attachment]
+    steps: Sequence[Callable[[], None]] = (
+        lambda: engine.attach(plan, TICKET, 0, soon()),
+        lambda: engine.sync(1),
+        lambda: engine.attach(plan, other, 0, soon()),
+        lambda: engine.close("one"),
+        lambda: engine.close("two"),
+        lambda: engine.attach(plan, other, 0, soon()),
+        engine.close,
+    )
+    for step in steps:
+        step()
+        seen.append(engine.attachment)
+    assert seen == [None, "one", "one", "two", "two", None, "two", None]
+
+
+def test_a_failure_ends_the_attachment(engine: FakeEngine) -> None:
+    plan = Plan.pack([], 4096)
+    engine.attach(plan, TICKET, 0, soon())
+    engine.answers["attach"] = [{}, {"error": ERROR}]
+    with pytest.raises(PeerError):
+        engine.attach(plan, TICKET, 0, soon())
+    assert engine.attachment is None, "one worker is attached and the other is not"
+    engine.answers["attach"] = [{}, {}]
+    engine.attach(plan, TICKET, 0, soon())
+    fail_update(engine)
+    engine.abort("a", "no room", soon())
+    assert engine.attachment is None
+    engine.answers.update(update=[{"digests": {}}] * 2, publish=[{}, {"error": ERROR}])
+    engine.attach(plan, TICKET, 0, soon())
+    with pytest.raises(PeerError):
+        engine.sync(2)
+    assert engine.attachment is None

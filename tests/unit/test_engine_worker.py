@@ -118,3 +118,18 @@ def test_a_version_that_one_of_two_workers_took_does_not_block_the_next_sync(pai
     pair.spoiled = None
     pair.take(pair.last_version() + 1)
     assert pair.version() == 3
+
+
+def test_closing_an_old_sender_leaves_the_workers_with_the_new_one(pair: RealEngine) -> None:
+    old = pair.connect()
+    pair.take(1, old)
+    new = pair.connect()
+    assert pair.attachment == new.ticket().address != old.ticket().address
+    pair.close(old.ticket().address)
+    pair.take(2, new)
+    pair.close(new.ticket().address)
+    pair.begin(3, "c", soon(), digest=False)
+    with pytest.raises(PeerError, match="no sender is attached"):
+        pair.join(soon())
+    pair.abort("c", "not attached", soon())
+    assert pair.version() == 2

@@ -81,7 +81,7 @@ class Rig:
 
     def close(self) -> None:
         self.close_sender()
-        self.ask("detach")
+        self.ask("detach", address=None)
         self.pool.shutdown()
 
 
