@@ -171,7 +171,7 @@ class WorkerEngine(ABC):
             self._newest = version  # whatever comes of it: some worker may take it
             self._ask("publish", {"version": version, "attempt": attempt}, deadline)
         except Exception as error:
-            self._update = self._attachment = None
+            self._attempt = self._update = self._attachment = None
             self._tear(f"version {version} could not be published: {_first_line(error)}")
             self._abandoned = attempt
             with suppress(WsyncError):  # then the next call tries again
@@ -184,7 +184,8 @@ class WorkerEngine(ABC):
     def abort(self, attempt: str, reason: str, deadline: Deadline, *, tear: bool = False) -> None:
         """End an attempt. If no worker had begun to write, the old version still serves; else torn. Never raises.
 
-        With `tear` the engine ends torn in any case, also if the attempt is over.
+        With `tear` the engine ends torn in any case, also if the attempt is over or never began here: other parts of
+        its replica may hold another version.
         """
         self._abort(attempt, reason, deadline)
         if tear and self._torn is None:
@@ -199,12 +200,11 @@ class WorkerEngine(ABC):
             self._ask("abort", {"attempt": attempt}, deadline)
             states = {(reply["state"], reply["version"]) for reply in self._ask("hello", {}, deadline)}
         except Exception as error:
-            self._abandoned = attempt
+            self._attempt, self._abandoned = None, attempt
             self._tear(f"{_first_line(reason)}; and then a worker did not answer: {_first_line(error)}")
             return
-        self._update = None
+        self._attempt = self._update = None
         if states == {("serving", self._version)}:
-            self._attempt = None
             self.guard(self._reason_not_to_serve())
         else:
             self._tear(_first_line(reason))
@@ -315,7 +315,6 @@ class WorkerEngine(ABC):
             self._abandoned = None
 
     def _tear(self, reason: str) -> None:
-        self._attempt = None
         self._torn = f"{self.name} holds no consistent version and refuses to serve: {reason}. Sync it again"
         self.guard(self._torn)
 

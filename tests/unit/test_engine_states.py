@@ -207,6 +207,32 @@ def test_a_torn_engine_is_not_healed_by_an_abort_that_touched_nothing(engine: Fa
     assert engine.reason is not None
 
 
+@pytest.mark.parametrize("when", ["before begin", "nothing written", "published"])
+def test_abort_of_a_part_of_a_replica_tears_whatever_happened_here(engine: FakeEngine, when: str) -> None:
+    if when == "nothing written":
+        fail_update(engine)
+    elif when == "published":
+        engine.sync(1)
+    engine.abort("a", "rank 1 was lost", soon(), tear=True)
+    for refused in (engine.version, engine.resume):
+        with pytest.raises(EngineStateError, match="rank 1 was lost"):
+            refused()
+    assert engine.reason is not None
+    engine.answers["update"] = [{"digests": {}}] * 2
+    engine.sync(2)
+    assert (engine.version(), engine.reason) == (2, None)
+
+
+def test_a_late_abort_that_tears_leaves_the_attempt_under_way(engine: FakeEngine) -> None:
+    engine.begin(2, "b", soon(), digest=False)
+    engine.abort("a", "rank 1 was lost", soon(), tear=True)
+    with pytest.raises(EngineStateError, match="rank 1 was lost"):
+        engine.version()
+    engine.join(soon())
+    engine.finish(2, "b", soon())
+    assert (engine.version(), engine.reason) == (2, None)
+
+
 @pytest.mark.parametrize("step", ["publish", "reset"])
 def test_a_failure_to_publish_tears(engine: FakeEngine, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_reset() -> None:
