@@ -4,6 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 
@@ -82,14 +83,20 @@ class Replay:
         self._failure: BaseException | None = None
 
     def run(self, arrivals: Arrivals, load_weights: LoadWeights, before_write: Callable[[], None]) -> None:
-        """Write everything that arrives. `before_write` is called once, just before the first byte is written.
+        """Write everything that arrives. `before_write` is called once, before the first byte may be written.
 
         Tensors that need the engine's loader are handed to one call of `load_weights` as they arrive, and copies go
-        on between them. Raises what the arrivals raise, else what the loader raises, and `ProtocolError` if the
-        loader stopped early.
+        on between them. That call is made when the first bucket is there: the loader may write before it takes a
+        tensor. Raises what the arrivals raise, else what the loader raises, and `ProtocolError` if the loader stopped
+        early.
         """
-        stream = self._copied(arrivals, before_write)
+        arriving, first = iter(arrivals), list[tuple[Bucket, Sequence[torch.Tensor]]]()
+        stream = self._copied(_joined(first, arriving))
         try:
+            first.extend(islice(arriving, 1))
+            if not first:
+                self._check_count(0)
+            before_write()
             if self._routine.load.needs_loader:
                 load_weights(stream)
             leftover = [name for name, _ in stream]
@@ -102,32 +109,33 @@ class Replay:
             finally:
                 del failure  # its traceback leads to this frame: views of slot and model would live on
         finally:
+            first.clear()
             stream.close()
         if leftover or self._parts:
             names = first_five([*leftover, *self._parts])
             raise ProtocolError(f"the engine's loader stopped before it had taken every tensor; it left {names}")
 
-    def _copied(
-        self, arrivals: Arrivals, before_write: Callable[[], None]
-    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+    def _copied(self, arrivals: Arrivals) -> Generator[tuple[str, torch.Tensor], None, None]:
         """Replay each bucket, and yield those of its tensors that the engine's loader must take."""
         count = 0
         try:
             for bucket, tensors in arrivals:
                 if not count:
-                    before_write()
                     self._fill(last=False)
                 count += 1
                 self._copy(bucket, tensors)
                 yield from self._offer(bucket, tensors)
                 _synchronize(self._devices | {tensor.device for tensor in tensors})
                 del tensors
-            if count != len(self._routine.steps):
-                raise ProtocolError(f"{count} buckets arrived; the plan has {len(self._routine.steps)}")
+            self._check_count(count)
         except Exception as error:
             self._failure = error
             raise
         self._fill(last=True)
+
+    def _check_count(self, count: int) -> None:
+        if count != len(self._routine.steps):
+            raise ProtocolError(f"{count} buckets arrived; the plan has {len(self._routine.steps)}")
 
     def _fill(self, *, last: bool) -> None:
         for fill, view in self._fills:
@@ -160,6 +168,15 @@ class Replay:
             if part.take(meta, tensor):
                 del self._parts[meta.name]
                 yield meta.name, part.flat.view(meta.shape)
+
+
+def _joined(
+    first: list[tuple[Bucket, Sequence[torch.Tensor]]], rest: Arrivals
+) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
+    """`first`, of which nothing is kept, and then `rest`."""
+    while first:
+        yield first.pop(0)
+    yield from rest
 
 
 def _synchronize(devices: Iterable[torch.device]) -> None:

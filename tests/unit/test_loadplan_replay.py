@@ -250,6 +250,42 @@ def test_no_view_of_a_bucket_outlives_its_turn(fails: bool) -> None:
         gc.enable()
 
 
+class Early(ToyLoader):
+    """Writes before it takes its first tensor."""
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.model.norm.data.mul_(2.0)
+        super().load_weights(weights)
+
+
+def test_a_loader_that_writes_before_its_first_tensor_is_called_when_a_bucket_is_there() -> None:
+    weights, loader = checkpoint(14), Early()
+    plan = Plan.pack(specs_of(weights), 1024)
+    load = record(loader, plan.specs)
+    assert load.always_call
+    before = loader.model.norm.clone()
+    moments: list[str] = []
+
+    def noted(tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        moments.append("load")
+        loader.load_weights(tensors)
+
+    def gone() -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
+        raise PeerError("the sender is gone")
+        yield
+
+    run = Replay(Routine.compile(load, plan), loader.targets())
+    with pytest.raises(PeerError):
+        run.run(gone(), noted, lambda: moments.append("write"))
+    with pytest.raises(ProtocolError, match="0 buckets arrived"):
+        run.run([], noted, lambda: moments.append("write"))
+    assert moments == []
+    assert torch.equal(loader.model.norm, before)
+    run.run(arrivals(plan, weights), noted, lambda: moments.append("write"))
+    assert moments == ["write", "load"]
+    assert torch.equal(loader.model.norm, weights["norm.weight"])
+
+
 def test_buckets_that_never_came_are_missed() -> None:
     weights, loader = checkpoint(13), ToyLoader()
     plan = Plan.pack(specs_of(weights), 1024)
