@@ -52,6 +52,7 @@ class WorkerEngine(ABC):
         self._attempt: str | None = None
         self._abandoned: str | None = None
         self._taking = 0
+        self._paused = False
         self._resume_at_wake = False
         self._update: Background[Sequence[Mapping[str, Any]]] | None = None
 
@@ -70,11 +71,14 @@ class WorkerEngine(ABC):
 
     @abstractmethod
     def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Stop generating. Raises `UnsupportedError` for a mode that the engine lacks, before anything changed."""
+        """End or freeze what is in flight; new work is refused already, and again taken if this raises.
+
+        Raises `UnsupportedError` for a mode that the engine lacks, before anything changed.
+        """
 
     @abstractmethod
     def on_resume(self) -> None:
-        """Generate again."""
+        """Go on with what was frozen. New work is taken when this returns."""
 
     @abstractmethod
     def on_reset_cache(self) -> None:
@@ -212,7 +216,14 @@ class WorkerEngine(ABC):
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Stop generating. Raises `UnsupportedError` for a mode that the engine does not have."""
         self._require_weights("be paused for a sync")
-        self.on_pause(mode, deadline)
+        before, self._paused = self._paused, True
+        self.guard(self._reason_not_to_serve())
+        try:
+            self.on_pause(mode, deadline)
+        except BaseException:
+            self._paused = before
+            self.guard(self._reason_not_to_serve())
+            raise
         self._resume_at_wake = False
 
     def resume(self) -> None:
@@ -221,7 +232,7 @@ class WorkerEngine(ABC):
             raise EngineStateError(self._reason_not_to_serve())
         self._resume_at_wake = bool(self._asleep)
         if not self._asleep:
-            self.on_resume()
+            self._go_on()
 
     def sleep(self, level: int = 2) -> None:
         """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them."""
@@ -254,7 +265,7 @@ class WorkerEngine(ABC):
         self.guard(self._reason_not_to_serve())
         if self._resume_at_wake and not self._asleep:
             self._resume_at_wake = False
-            self.on_resume()
+            self._go_on()
 
     def read(self, name: str, deadline: Deadline | None = None) -> Sequence[torch.Tensor]:
         """The live parameter or buffer `name` (the engine's own name) of every worker, copied to the host.
@@ -297,7 +308,14 @@ class WorkerEngine(ABC):
             return f"{self.name} is asleep ({', '.join(sorted(self._asleep))}); call wake_up first"
         if self._void:
             return f"{self.name} has no weights since its level-2 sleep; sync it first"
+        if self._paused:
+            return f"{self.name} is paused for a sync; call resume"
         return None
+
+    def _go_on(self) -> None:
+        self.on_resume()
+        self._paused = False
+        self.guard(self._reason_not_to_serve())
 
     def _require_weights(self, doing: str) -> None:
         if "weights" in self._asleep:

@@ -323,7 +323,10 @@ class Engine(Protocol):
         ...
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Stop generating. Raises `UnsupportedError` for a mode that the engine does not have."""
+        """Stop generating and refuse new work. Raises `UnsupportedError` for a mode that the engine does not have.
+
+        After an error nothing is paused.
+        """
         ...
 
     def resume(self) -> None:

@@ -72,7 +72,6 @@ class HFEngine(WorkerEngine):
         self._link = link
         self._idle = threading.Condition()
         self._running = 0
-        self._paused = False
         self._reason: str | None = None
 
     @staticmethod
@@ -137,9 +136,8 @@ class HFEngine(WorkerEngine):
         if not rows:
             return []
         with self._idle:
-            reason = self._reason or ("it is paused; call resume" if self._paused else None)
-            if reason is not None:
-                raise EngineStateError(f"{self.name} cannot generate: {reason}")
+            if self._reason is not None:
+                raise EngineStateError(f"{self.name} cannot generate: {self._reason}")
             self._running += 1
         return self._link.generate(rows, max_new_tokens, options, self._ended)
 
@@ -174,20 +172,19 @@ class HFEngine(WorkerEngine):
         return [self._link.handle(method, payload, timeout_s)]
 
     def guard(self, reason: str | None) -> None:
-        """Refuse generations, and every other forward of a model in this process."""
+        """Refuse generations, and every other forward of a model in this process once none runs any more."""
         with self._idle:
             self._reason = reason
-        self._link.guard(reason)
+            if reason is None or not self._running:
+                self._link.guard(reason)
 
     def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
-        """Refuse new generations and wait for, or end, the running ones. After `SyncTimeout` nothing is paused."""
+        """Wait for running generations, or end them."""
         if mode == "keep":
             raise UnsupportedError(
                 "hf cannot freeze a running generation: its key-value cache was made by the old weights, and "
                 'transformers cannot make it anew; pause with "wait" or "abort"'
             )
-        with self._idle:
-            self._paused = True
         try:
             if mode == "abort":
                 self._link.stop(True)
@@ -199,10 +196,8 @@ class HFEngine(WorkerEngine):
             raise
 
     def on_resume(self) -> None:
-        """Take generations again."""
+        """Let generations run to their ends again."""
         self._link.stop(False)
-        with self._idle:
-            self._paused = False
 
     def on_reset_cache(self) -> None:
         """Nothing to forget: each generation makes its own cache and drops it."""
@@ -219,6 +214,8 @@ class HFEngine(WorkerEngine):
     def _ended(self) -> None:
         with self._idle:
             self._running -= 1
+            if not self._running:
+                self._link.guard(self._reason)
             self._idle.notify_all()
 
     def _require_idle(self, doing: str) -> None:

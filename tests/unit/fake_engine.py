@@ -10,7 +10,7 @@ from wsync import wire
 from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.engine import WorkerEngine
-from wsync.errors import PeerError
+from wsync.errors import PeerError, UnsupportedError
 
 ERROR = {"type": "ValueError", "message": "no room", "traceback": "Traceback: line 7"}
 
@@ -50,7 +50,10 @@ class FakeEngine(WorkerEngine):
         self.reason = reason
 
     def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        assert self.reason is not None, "new work would be taken while the old is ended"
         self.hooks.append(f"pause {mode}")
+        if mode == "keep":
+            raise UnsupportedError("fake cannot freeze anything")
 
     def on_resume(self) -> None:
         self.hooks.append("resume")

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.fake_engine import ERROR, FakeEngine, fail_update, soon
 from wsync import wire
-from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout
+from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout, UnsupportedError
 from wsync.plan import Plan
 from wsync.protocols import Ticket
 
@@ -141,6 +141,42 @@ def test_what_was_given_up_without_an_answer_is_ended_before_anything_else(engin
     assert engine.calls[3:5] == ["abort", "abort"]
     assert engine.calls[5] == method
     assert engine.calls.count("abort") == 3, "and only once"
+
+
+# Pause.
+
+
+def test_nothing_is_served_between_pause_and_resume(engine: FakeEngine) -> None:
+    engine.pause("wait", soon())
+    assert engine.reason == "fake is paused for a sync; call resume"
+    engine.sync(1)
+    assert engine.reason == "fake is paused for a sync; call resume"
+    engine.resume()
+    assert engine.reason is None
+
+
+def test_a_pause_that_fails_leaves_it_as_it_was(engine: FakeEngine) -> None:
+    with pytest.raises(UnsupportedError):
+        engine.pause("keep", soon())
+    assert engine.reason is None
+    engine.pause("wait", soon())
+    with pytest.raises(UnsupportedError):
+        engine.pause("keep", soon())
+    assert "paused" in str(engine.reason), "by the pause before"
+
+
+def test_a_resume_that_fails_leaves_it_paused(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost() -> None:
+        raise PeerError("worker 0 died")
+
+    engine.pause("wait", soon())
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "on_resume", lost)
+        with pytest.raises(PeerError):
+            engine.resume()
+    assert "paused" in str(engine.reason)
+    engine.resume()
+    assert engine.reason is None
 
 
 # Outcomes of an abort.

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import wsync
+from wsync.deadline import Deadline
 from wsync.protocols import Engine, Transport
 from wsync.registry import engine_for
 from wsync.testing.chaos import ChaosTransport, Fault
@@ -76,6 +77,17 @@ def check_three_syncs(bench: EngineBench) -> None:
             assert bench.holds(actor), f"sync {turn} did not leave the actor's weights"
             answers.append(repr(bench.serve()))
     assert len(set(answers)) > 1, "three sets of weights gave one answer: this bench shows nothing"
+
+
+def check_pause(bench: EngineBench) -> None:
+    """Between pause and resume new work is refused; afterwards the answers are what they were."""
+    bench.sync(bench.make_actor(15))
+    answer = bench.serve()
+    engine = bench.control()
+    engine.pause("abort", Deadline.after(bench.timeout_s))
+    _expect(wsync.EngineStateError, bench.serve)
+    engine.resume()
+    assert bench.serve() == answer
 
 
 def check_bad_input(bench: EngineBench) -> None:
@@ -148,6 +160,7 @@ def check_sleep(bench: EngineBench) -> None:
 
 ENGINE_CHECKS: tuple[Callable[[EngineBench], None], ...] = (
     check_three_syncs,
+    check_pause,
     check_bad_input,
     check_failure_before_a_byte,
     check_failure_in_the_middle,
