@@ -86,7 +86,7 @@ class WorkerEngine(ABC):
 
     @abstractmethod
     def on_sleep(self, level: int) -> None:
-        """Release memory."""
+        """Release memory. What raises has released none."""
 
     @abstractmethod
     def on_wake_up(self, tags: Sequence[str]) -> None:
@@ -245,10 +245,14 @@ class WorkerEngine(ABC):
         if self._asleep:
             raise EngineStateError(f"{self.name} is half awake; wake_up {sorted(self._asleep)} before the next sleep")
         self.last_version()  # a worker without weights may be unable to tell
-        self._asleep = set(SLEEP_TAGS)
+        before, self._asleep, self._void = self._void, set(SLEEP_TAGS), self._void or level == 2
         self.guard(self._reason_not_to_serve())  # before the memory goes
-        self._void = self._void or level == 2
-        self.on_sleep(level)
+        try:
+            self.on_sleep(level)
+        except BaseException:
+            self._asleep, self._void = set(), before
+            self.guard(self._reason_not_to_serve())
+            raise
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back by tag, `weights` before `kv_cache`. After level 2 only a full sync makes it serve."""

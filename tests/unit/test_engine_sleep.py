@@ -56,6 +56,26 @@ def test_sleep_is_idempotent_but_never_half_done(engine: FakeEngine) -> None:
         engine.sleep(2)
 
 
+def test_a_sleep_that_fails_leaves_it_awake(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def busy(level: int) -> None:
+        raise EngineStateError("2 unfinished requests")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "on_sleep", busy)
+        with pytest.raises(EngineStateError, match="2 unfinished requests"):
+            engine.sleep(2)
+        assert engine.reason is None
+        engine.pause("wait", soon())
+        with pytest.raises(EngineStateError, match="2 unfinished requests"):
+            engine.sleep(2)
+    assert "paused" in str(engine.reason)
+    engine.resume()
+    engine.sleep(1)
+    engine.wake_up()
+    assert engine.hooks == ["pause wait", "resume", "sleep 1", "wake weights+kv_cache"]
+    assert engine.reason is None, "it lost no weights"
+
+
 # Void: slept at level 2.
 
 
