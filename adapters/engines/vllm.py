@@ -82,12 +82,8 @@ class VLLMEngine(WorkerEngine):
         self._dead: str | None = None
         self._pidfds: dict[int, int] = {}
         weakref.finalize(self, _close_all, self._pidfds)
-        local = _local_worker(llm)
-        if local is None:
+        if _local_worker(llm) is None:
             _check_extension(llm)
-        elif llm.llm_engine.vllm_config.parallel_config.world_size > 1:
-            size = llm.llm_engine.vllm_config.parallel_config.world_size
-            self._replica = f"vLLM, external_launcher, replica {local.rank // size}"
 
     # What WorkerEngine asks for.
 

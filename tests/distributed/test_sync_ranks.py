@@ -202,6 +202,37 @@ def a_rank_is_killed(me: Rank) -> tuple[str, bool]:
         return str(caught.value), True
 
 
+def the_engine_is_replaced(me: Rank) -> list[int]:
+    """Rank 0 passes another engine, then a third one after dropping that; rank 1 passes None all the time."""
+    actor = sharded(1)
+    first = llama(0) if me.rank == 0 else None
+    versions = [wsync.sync(actor, first, config=CONFIG).version]
+    second = llama(2) if me.rank == 0 else None
+    versions.append(wsync.sync(actor, second, config=CONFIG).version)
+    versions.append(wsync.sync(actor, first, config=CONFIG).version)
+    del second
+    third = llama(3) if me.rank == 0 else None
+    versions.append(wsync.sync(actor, third, config=CONFIG).version)
+    expected = full_state(actor)
+    for model in (first, third):
+        for name, parameter in model.named_parameters() if model is not None else ():
+            assert torch.equal(parameter, expected[name]), name
+    return versions
+
+
+def a_call_is_skipped(me: Rank) -> int:
+    """Rank 1 fails in code of its own before one of its syncs; after that both go on as if nothing had been."""
+    actor, engine = sharded(1), llama(0) if me.rank == 0 else None
+    short = replace(CONFIG, timeout_s=2.0)
+    wsync.sync(actor, engine, config=short)
+    if me.rank == 0:
+        with pytest.raises(wsync.RankError):
+            wsync.sync(actor, engine, config=short)
+    dist.barrier()
+    wsync.sync(actor, engine, config=short)
+    return wsync.sync(actor, engine, config=short).version
+
+
 def configurations_differ(me: Rank) -> str:
     config = replace(CONFIG, bucket_bytes=(32 + me.rank) << 10)
     with pytest.raises(wsync.ConfigError) as caught:
@@ -224,6 +255,8 @@ def one_rank_has_an_unknown_engine(me: Rank) -> str:
 
 def bad_calls(me: Rank) -> list[str]:
     """Several short cases in one pair of processes."""
+    assert the_engine_is_replaced(me) == [1, 1, 2, 1]
+    assert a_call_is_skipped(me) == 3
     return [configurations_differ(me), nobody_has_an_engine(me), one_rank_has_an_unknown_engine(me)]
 
 
@@ -245,7 +278,7 @@ def test_a_failing_rank_stops_all_between_collectives_and_the_next_sync_heals() 
 
 def test_a_rank_that_stays_away_is_named_and_nothing_is_touched() -> None:
     (words, same), _ = run_ranks(a_rank_stays_away, 2, timeout_s=120)
-    assert words.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
+    assert words.startswith("(1,) trainer rank(s) [1] did not reach phase 'sync'")
     assert same, "the engine changed though a rank never came"
 
 
