@@ -7,6 +7,7 @@ and the default, with an engine-core process and worker processes. The last need
 
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,6 +41,8 @@ _engines: "weakref.WeakKeyDictionary[Any, VLLMEngine]" = weakref.WeakKeyDictiona
 
 class VLLMEngine(WorkerEngine):
     """Control of one `vllm.LLM`, which is held weakly. Every call of the LLM that adds or runs requests is guarded.
+
+    An LLM is for one thread at a time: do not use it on another one while a sync runs.
 
     Under external_launcher with tensor parallelism each rank's engine has one worker, which holds a part of the
     model: every rank must pass its own LLM to the same sync.
@@ -79,6 +82,7 @@ class VLLMEngine(WorkerEngine):
         self._call: Background[Any] | None = None
         self._patience_s = _PATIENCE_S
         self._held = False
+        self._thread = threading.get_ident()
         self._dead: str | None = None
         self._pidfds: dict[int, int] = {}
         weakref.finalize(self, _close_all, self._pidfds)
@@ -134,8 +138,18 @@ class VLLMEngine(WorkerEngine):
 
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
         """Dry-run the loader of every worker on `specs`. Nothing is written."""
-        self._patience_s = deadline.timeout_s
+        self._patience_s, self._thread = deadline.timeout_s, threading.get_ident()
         return super().describe(specs, deadline)
+
+    def close(self, address: str | None = None) -> None:
+        """Let the workers drop the receivers attached at `address` (None: any). The engine stays. Never raises.
+
+        Workers in other processes are not told on another thread than that of the last sync: the LLM may be in use, and
+        two threads on its socket to the engine core end the process. They then drop them at the next sync.
+        """
+        llm = self._llm_ref()
+        if llm is not None and (_local_worker(llm) is not None or threading.get_ident() == self._thread):
+            super().close(address)
 
     def abort(self, attempt: str, reason: str, deadline: Deadline, *, tear: bool = False) -> None:
         """End an attempt. If the old version still serves, requests that were frozen for it go on. Never raises."""
@@ -150,7 +164,7 @@ class VLLMEngine(WorkerEngine):
         vLLM's `LLM` only works on requests while one of its methods runs, and hands each output out once. So there is
         nobody to wait for: with "wait", unfinished requests are an error.
         """
-        self._patience_s = deadline.timeout_s
+        self._patience_s, self._thread = deadline.timeout_s, threading.get_ident()
         engine = self._llm().llm_engine
         unfinished = list(engine.output_processor.request_states)
         if unfinished and mode == "wait" and not self._held:

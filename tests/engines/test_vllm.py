@@ -209,6 +209,10 @@ class TestExternalLauncher:
     def test_update(self, launched: list[Facts], expected: Expected, tp: int, rank: int) -> None:
         check_update(launched[rank][f"tp {tp}"], expected, "llama", "inproc")
 
+    def test_parts_of_one_replica_say_so(self, launched: list[Facts], tp: int, rank: int) -> None:
+        mine, other = (launched[r][f"tp {tp}"]["replica"] for r in (rank, 1 - rank))
+        assert (mine == other) is (tp == 2)
+
     def test_torn_on_every_rank(self, launched: list[Facts], expected: Expected, tp: int, rank: int) -> None:
         facts = launched[rank][f"tp {tp}"]["torn"]
         assert facts["error"][0] == ("RankError", "RuntimeError")[rank]

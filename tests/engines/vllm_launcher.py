@@ -25,6 +25,7 @@ from tests.engines.vllm_program import (
     update,
     write,
 )
+from wsync.adapters.engines.vllm import VLLMEngine
 
 
 def sharded(folder: Path) -> Any:
@@ -52,6 +53,7 @@ def run(models: Path, tp: int) -> Facts:
     a, b = models / "llama_a", models / "llama_b"
     engines = [start(a, tensor_parallel_size=tp, distributed_executor_backend="external_launcher")]
     facts = update(engines[0], b, sharded)
+    facts["replica"] = VLLMEngine(engines[0]).replica
     facts["torn"] = torn_on_one(engines[0], a, b, rank)
     dist.barrier()
     facts["collected"] = dropped(engines)
