@@ -18,7 +18,7 @@ from wsync import wire
 from wsync.background import Background
 from wsync.config import PauseMode
 from wsync.deadline import Deadline
-from wsync.errors import EngineStateError, PeerError, ProtocolError, WsyncError
+from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout, WsyncError
 from wsync.plan import Plan, TensorSpec
 from wsync.protocols import Manifest, Ticket
 from wsync.topology import Endpoint
@@ -86,7 +86,7 @@ class WorkerEngine(ABC):
 
     @abstractmethod
     def on_sleep(self, level: int) -> None:
-        """Release memory. What raises has released none."""
+        """Release memory. If this raises, none was released; after `SyncTimeout` it may be."""
 
     @abstractmethod
     def on_wake_up(self, tags: Sequence[str]) -> None:
@@ -249,6 +249,8 @@ class WorkerEngine(ABC):
         self.guard(self._reason_not_to_serve())  # before the memory goes
         try:
             self.on_sleep(level)
+        except SyncTimeout:
+            raise  # it may fall asleep yet: it counts as asleep
         except BaseException:
             self._asleep, self._void = set(), before
             self.guard(self._reason_not_to_serve())

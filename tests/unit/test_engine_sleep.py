@@ -3,7 +3,7 @@
 import pytest
 
 from tests.unit.fake_engine import FakeEngine, fail_update, soon
-from wsync.errors import EngineStateError
+from wsync.errors import EngineStateError, SyncTimeout
 
 
 @pytest.fixture
@@ -74,6 +74,19 @@ def test_a_sleep_that_fails_leaves_it_awake(engine: FakeEngine, monkeypatch: pyt
     engine.wake_up()
     assert engine.hooks == ["pause wait", "resume", "sleep 1", "wake weights+kv_cache"]
     assert engine.reason is None, "it lost no weights"
+
+
+def test_a_sleep_without_an_answer_counts(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stalled(level: int) -> None:
+        raise SyncTimeout("no answer")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "on_sleep", stalled)
+        with pytest.raises(SyncTimeout):
+            engine.sleep(1)
+    assert "asleep" in str(engine.reason)
+    engine.wake_up()
+    assert engine.reason is None
 
 
 # Void: slept at level 2.
