@@ -82,6 +82,9 @@ class LoadPlan:
     specs: Mapping[str, TensorSpec]
     """Every source that the plan was recorded for, in the order in which it was offered."""
 
+    declined: frozenset[str]
+    """Optional sources that were offered and are not wanted: they may arrive, and nothing is done with them."""
+
     writes: tuple[Write, ...]
     """All writes in the order of the loader; copies are in `copies` too."""
 
@@ -128,8 +131,8 @@ class LoadPlan:
         return self.always_call or bool(self.through_loader)
 
     def matches(self, specs: Mapping[str, TensorSpec]) -> bool:
-        """Whether the plan was recorded for just these names, shapes and dtypes."""
-        return {n: (s.shape, s.dtype) for n, s in specs.items()} == {
+        """Whether the plan was recorded for just these names, shapes and dtypes, but for what it declines."""
+        return {n: (s.shape, s.dtype) for n, s in specs.items() if not (s.optional and n in self.declined)} == {
             n: (s.shape, s.dtype) for n, s in self.specs.items()
         }
 

@@ -36,7 +36,8 @@ def _writable(inference: bool) -> Iterator[None]:
 def record(loader: Loader, specs: Sequence[TensorSpec]) -> LoadPlan:
     """Dry-run `loader` on meta tensors of `specs`. No byte of a live tensor changes.
 
-    What the loader refuses is in `LoadPlan.problems`. Optional specs that it does not want are left out.
+    What the loader refuses is in `LoadPlan.problems`. Optional specs that it does not want are only in
+    `LoadPlan.declined`.
 
     Raises:
         MismatchError: live tensors are on the meta device.
@@ -51,7 +52,8 @@ def record(loader: Loader, specs: Sequence[TensorSpec]) -> LoadPlan:
     recorder = Recorder(targets, sources)
     problems = _DryRun(loader, recorder, sources).run(writable(targets))
     _check_in_place(loader, layouts)
-    return _settle(recorder.found, offered, layouts, problems)
+    declined = frozenset(spec.name for spec in specs) - offered.keys()
+    return _settle(recorder.found, offered, declined, layouts, problems)
 
 
 @dataclass(slots=True)
@@ -191,7 +193,11 @@ def _check_in_place(loader: Loader, layouts: Mapping[str, Layout]) -> None:
 
 
 def _settle(
-    found: Findings, specs: Mapping[str, TensorSpec], layouts: Mapping[str, Layout], problems: Sequence[str]
+    found: Findings,
+    specs: Mapping[str, TensorSpec],
+    declined: frozenset[str],
+    layouts: Mapping[str, Layout],
+    problems: Sequence[str],
 ) -> LoadPlan:
     reasons = {name: why for name, why in found.reasons.items() if name in specs}
     always_call = found.always_call
@@ -204,6 +210,7 @@ def _settle(
     writes = [_final(write, reasons, fills) for write in found.writes]
     return LoadPlan(
         specs=dict(specs),
+        declined=declined,
         writes=tuple(write for write in writes if not _depends_on(write, refused)),
         through_loader={name: reasons[name] for name in specs if name in reasons and name not in refused},
         unfollowed=frozenset(found.unfollowed & reasons.keys()),

@@ -301,6 +301,31 @@ def test_attach_follows_a_plan_in_dtypes_that_were_not_described() -> None:
         assert_holds(r.loader, wire_weights)
 
 
+class Wanting(ToyLoader):
+    """Takes an optional buffer."""
+
+    def accepts(self, name: str) -> bool:
+        return name == "cache"
+
+    def places(self) -> dict[str, Place]:
+        return {**super().places(), "cache": lambda w: self.direct(self.targets()["cache"], w)}
+
+
+@pytest.mark.parametrize("kind", [ToyLoader, Wanting])
+def test_an_optional_tensor_that_another_engine_wants_is_let_pass(kind: type[ToyLoader]) -> None:
+    weights = {**checkpoint(1), "cache": torch.randn(5)}
+    with rig(kind()) as r:
+        before = r.loader.targets()["cache"].clone()
+        r.ask("describe", specs=specs_of(checkpoint(1)))
+        r.attach(weights, optional=("cache",))
+        updating = r.update(1, "a", digest=True)
+        r.send(weights)
+        assert updating.result(TIMEOUT_S)["digests"].keys() == weights.keys()
+        expected = weights["cache"] if kind is Wanting else before
+        assert torch.equal(r.loader.targets()["cache"], expected)
+        assert_holds(r.loader, {name: tensor for name, tensor in weights.items() if name != "cache"})
+
+
 def test_attach_refuses_a_plan_that_the_loader_does_not_take() -> None:
     with rig() as r:
         specs = [replace(spec, name=spec.name + "x") for spec in specs_of(checkpoint(1))]

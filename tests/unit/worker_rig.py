@@ -1,8 +1,9 @@
 """A worker on one end of a real transport, and its sender on the other."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,9 +44,16 @@ class Rig:
         answer: Message = reply["ok"]
         return answer
 
-    def attach(self, weights: Mapping[str, torch.Tensor], bucket_bytes: int = 1024, first_index: int = 0) -> None:
+    def attach(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        bucket_bytes: int = 1024,
+        first_index: int = 0,
+        optional: Collection[str] = (),
+    ) -> None:
         self.close_sender()
-        self.plan = Plan.pack(specs_of(weights), bucket_bytes)
+        specs = [replace(spec, optional=spec.name in optional) for spec in specs_of(weights)]
+        self.plan = Plan.pack(specs, bucket_bytes)
         chosen = registry.transport(self.transport)
         receivers = first_index + 1
         self.sender = chosen.sender(slot_bytes=self.plan.capacity, num_slots=2, receivers=receivers, generation=1)
