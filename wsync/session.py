@@ -111,10 +111,11 @@ class Session:
         """Release slots, sockets and the communicator. The engines stay as they are. Never raises."""
         if not self._closed:
             self._closed = True
+            attached = [(engine, line.sender.ticket().address) for line in self._lines for engine in line.engines]
             self._detach()
-            for engine in self.engines:
+            for engine, address in attached:
                 with suppress(ReferenceError):  # held weakly, and gone
-                    engine.close()
+                    engine.close(address)
             self._group.close()
 
     def __enter__(self) -> "Session":

@@ -13,8 +13,10 @@ from torch import nn
 
 import wsync
 from wsync import api
+from wsync.adapters.engines.hf import HFEngine
 from wsync.protocols import Engine
-from wsync.registry import engine_for
+from wsync.registry import engine_for, transport
+from wsync.testing.chaos import ChaosTransport, Fault
 
 
 class Net(nn.Module):
@@ -199,6 +201,60 @@ def test_two_syncs_at_once_of_one_session_are_refused() -> None:
         patch.setattr(type(held), "begin", again)
         session.sync()
     assert same(actor, engine)
+
+
+def test_two_actors_take_turns_on_one_engine() -> None:
+    """Each has a session of its own; each sync leaves the weights of the actor that made it."""
+    first, second, engine = Net(1), Net(2), Net(3)
+    for version, actor in enumerate((first, second, first, first, second), start=1):
+        assert wsync.sync(actor, engine).version == version
+        assert same(actor, engine)
+
+
+def test_closing_one_of_two_sessions_leaves_the_other_at_work() -> None:
+    actor, other, engine = Net(1), Net(2), Net(3)
+    with wsync.connect(actor, engine) as session:
+        with wsync.connect(other, engine) as short:
+            short.sync()
+            session.sync()
+        session.sync()
+        assert same(actor, engine)
+
+
+def test_the_same_engine_twice_is_an_error() -> None:
+    engine = Net(2)
+    with pytest.raises(wsync.ConfigError, match="the same engine was passed twice"):
+        wsync.connect(Net(1), [engine, engine])
+
+
+def test_an_actor_that_changed_its_dtype_is_refused_once_and_then_taken() -> None:
+    actor, engine = Net(1), Net(2)
+    wsync.sync(actor, engine)
+    actor.to(torch.bfloat16)
+    with pytest.raises(wsync.MismatchError, match="no longer what they were at connect"):
+        wsync.sync(actor, engine)
+    assert wsync.sync(actor, engine).version == 2
+    assert torch.equal(engine.head.weight, actor.head.weight.float())
+
+
+def test_one_engine_that_fails_to_resume_strands_no_other() -> None:
+    actor, first, second = Net(1), Net(2), Net(3)
+    resume = HFEngine.on_resume
+    fault = Fault(kind="raise", bucket=0)
+
+    def broken(self: HFEngine) -> None:
+        if self is engine_for(first):
+            raise wsync.PeerError("the engine core is gone")
+        resume(self)
+
+    config = wsync.SyncConfig(transport=ChaosTransport(transport("inproc"), fault))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HFEngine, "on_resume", broken)
+        with pytest.raises(wsync.TransportError, match="raised on purpose"):
+            wsync.sync(actor, [first, second], config=config)
+    wsync.sync(actor, [first, second])
+    assert same(actor, first)
+    assert same(actor, second)
 
 
 def test_rank_and_world_size_come_together_and_with_a_store() -> None:
