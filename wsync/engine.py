@@ -131,8 +131,14 @@ class WorkerEngine(ABC):
 
     def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
         """Give every worker the plan and its receiver: worker i connects as `first_index + i`."""
-        message = {"plan": plan, "ticket": ticket, "first_index": first_index, "timeout_s": deadline.timeout_s}
         self._fence("attach", deadline)
+        message = {
+            "plan": plan,
+            "ticket": ticket,
+            "first_index": first_index,
+            "timeout_s": deadline.timeout_s,
+            "void": self._void,
+        }
         self._attachment = None
         self._ask("attach", message, deadline)
         self._attachment = ticket.address

@@ -93,7 +93,10 @@ def _missing(target: torch.Tensor, writes: Iterable[tuple[Write, torch.Tensor]])
 
 
 def _excuse(excuses: dict[str, int], missing: Sequence[Region], target: torch.Tensor) -> bool:
-    """A target that nothing else writes may be that of a source that could not be followed, if it has its size."""
+    """A target that nothing else writes may be that of a source that could not be followed, if it has its size.
+
+    That is a guess: any unfollowed source of the same size will do, so it may excuse a parameter that nothing writes.
+    """
     if sum(region.numel for region in missing) != target.numel():
         return False
     for name, numel in excuses.items():

@@ -4,7 +4,7 @@
 
     hello                                          engine, endpoint, version, state, reason
     describe  specs, void                          manifest
-    attach    plan, ticket, first_index, timeout_s
+    attach    plan, ticket, first_index, timeout_s, void
     update    version, attempt, timeout_s, digest  digests, nbytes, replayed, through_loader, seconds
     publish   version, attempt                     version
     abort     attempt                              state
@@ -25,7 +25,6 @@ from wsync import registry, wire
 from wsync.deadline import Deadline
 from wsync.digest import digest, word_bytes
 from wsync.errors import EngineStateError, MismatchError, ProtocolError, first_five
-from wsync.launch import check_launch_weights
 from wsync.loadplan import LoadPlan, Write
 from wsync.manifest import declared_dtypes, manifest
 from wsync.plan import Bucket, Plan, TensorSpec, as_bytes
@@ -33,6 +32,7 @@ from wsync.protocols import Loader, Manifest, Receiver, Ticket, Transport
 from wsync.record import record, writable
 from wsync.replay import Arrivals, Replay, Routine
 from wsync.state import State, StateMachine
+from wsync.verify import check_launch_weights
 
 Message = Mapping[str, Any]
 
@@ -144,7 +144,10 @@ class Worker:
         return manifest(load, targets, required, engine=self._loader.engine, launch=launch)
 
     def _check_launch(self, load: LoadPlan, void: bool) -> tuple[str, Sequence[str]]:
-        """The launch weights can be compared only while they are there; what was found then holds on."""
+        """The launch weights can be compared only while they are there; what was found then holds on.
+
+        It also holds for other wire dtypes, if the same regions are written.
+        """
         if self._verdict is not None and self._verdict[0] == load.writes:
             return self._verdict[1]
         if void or self.state.kind != "serving" or self.state.version:
@@ -167,8 +170,9 @@ class Worker:
         load = self._load
         if load is None or not load.matches({spec.name: spec for spec in plan.specs}):
             load = self._load = self._record(plan.specs)
-        if load.problems:
-            raise MismatchError(f"{self._loader.engine} does not take this plan: {first_five(load.problems)}")
+            _, wrong = self._check_launch(load, bool(message.get("void", False)))
+            if problems := [*load.problems, *wrong]:
+                raise MismatchError(f"{self._loader.engine} does not take this plan: {first_five(problems)}")
         routine = Routine.compile(load, plan)
         index = int(message["first_index"]) + self._rank
         deadline = Deadline.after(float(message["timeout_s"]))

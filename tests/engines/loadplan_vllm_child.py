@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from wsync.launch import check_launch_weights
 from wsync.manifest import manifest
 from wsync.plan import Bucket, Plan, TensorSpec
 from wsync.record import record, writable
 from wsync.replay import Replay, Routine
 from wsync.topology import Endpoint, local_endpoint
+from wsync.verify import check_launch_weights
 
 Weights = Mapping[str, torch.Tensor]
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.unit.toy_loader import Place, ToyLoader, checkpoint, specs_of
 from wsync.errors import MismatchError, PeerError, ProtocolError
-from wsync.launch import check_launch_weights
 from wsync.plan import Bucket, Plan, TensorMeta
 from wsync.record import record, writable
 from wsync.replay import Replay, Routine
+from wsync.verify import check_launch_weights
 
 
 class Editing(ToyLoader):
@@ -338,3 +338,25 @@ def test_without_a_checkpoint_the_plan_is_unverified() -> None:
     words, problems = check_launch_weights(loader, record(loader, specs_of(checkpoint(1))))
     assert words.startswith("unverified: ")
     assert problems == []
+
+
+def test_a_plan_is_verified_only_if_every_copy_was_compared() -> None:
+    loader = launched(ToyLoader(), 11)
+    assert loader.launched is not None
+    plan = record(loader, specs_of(checkpoint(1)))
+    loader.launched["unknown"] = loader.launched.pop("norm.weight")
+    words, problems = check_launch_weights(loader, plan)
+    assert words == (
+        "unverified: 9 of 10 tensors were compared with the launch weights; these are not among them: norm.weight"
+    )
+    assert problems == []
+    loader.launched = {}
+    assert check_launch_weights(loader, plan)[0].startswith("unverified: 0 of 10 tensors were compared")
+    empty = replace(plan, writes=())
+    assert check_launch_weights(loader, empty) == ("unverified: the plan copies no tensor", [])
+
+
+def test_what_goes_through_the_loader_needs_no_proof() -> None:
+    loader = launched(Editing(), 11)
+    words, problems = check_launch_weights(loader, record(loader, specs_of(checkpoint(1))))
+    assert (words, problems) == ("verified: 8 of 8 tensors against the launch weights", [])

@@ -2,66 +2,20 @@
 
 import threading
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.unit.toy_loader import Place, ToyLoader, checkpoint, specs_of
-from tests.unit.worker_rig import TIMEOUT_S, Failed, Rig, assert_holds, rig
-from wsync import registry, wire
-from wsync.deadline import Deadline
+from tests.unit.toy_loader import Place, ToyLoader, checkpoint
+from tests.unit.worker_rig import TIMEOUT_S, Failed, assert_holds, rig
+from wsync import wire
 from wsync.digest import digest, word_bytes
 from wsync.errors import PeerError
-from wsync.plan import Plan
-from wsync.protocols import Manifest
+from wsync.protocols import Ticket
 from wsync.state import State
 from wsync.worker import Worker
 
-
-def test_hello_and_describe() -> None:
-    with rig() as r:
-        hello = r.ask("hello")
-        assert (hello["engine"], hello["version"], hello["state"]) == ("toy 1.0", 0, "serving")
-        assert hello["endpoint"] == r.loader.endpoint()
-        answer = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
-        assert isinstance(answer, Manifest)
-        assert (answer.problems, answer.replayed, answer.verified[:10]) == ((), 10, "unverified")
-
-
-def test_describe_declares_the_engines_dtypes_and_checks_the_launch_weights() -> None:
-    loader = ToyLoader(dtype=torch.bfloat16)
-    loader.launched = checkpoint(2)
-    loader.load_weights(loader.launched.items())
-    with rig(loader) as r:
-        answer = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
-        assert set(answer.dtypes.values()) == {torch.bfloat16}
-        assert answer.verified == "verified: 10 of 10 tensors against the launch weights"
-        assert answer.problems == ()
-        loader.model.norm.data.add_(1)
-        again = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
-        assert again.problems == (), "what was verified holds on; later syncs change the bytes"
-
-
-def test_a_repacked_parameter_is_a_problem_unless_the_weights_are_gone_anyway() -> None:
-    loader = ToyLoader()
-    loader.launched = checkpoint(2)
-    with rig(loader) as r:
-        void = r.ask("describe", specs=specs_of(checkpoint(1)), void=True)["manifest"]
-        assert (void.problems, void.verified[:10]) == ((), "unverified")
-        answer = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
-        assert sum("its live bytes are not" in problem for problem in answer.problems) == 7
-
-
-def test_a_cast_that_a_loader_does_itself_is_a_copy_once_the_dtype_is_declared() -> None:
-    class Casting(ToyLoader):
-        def direct(self, param: torch.Tensor, weight: torch.Tensor) -> None:
-            super().direct(param, weight.to(param.dtype))
-
-    with rig(Casting(dtype=torch.bfloat16)) as r:
-        answer = r.ask("describe", specs=specs_of(checkpoint(1)))["manifest"]
-        assert answer.through_loader == {}
-        assert answer.dtypes["norm.weight"] == torch.bfloat16
+TICKET = Ticket(transport="inproc", address="nowhere", secret=b"", generation=1)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm"])
@@ -290,67 +244,6 @@ def test_an_abort_while_the_update_runs_ends_it_at_its_next_bucket() -> None:
         with pytest.raises(PeerError, match="attempt a is over"):
             sending.result(TIMEOUT_S)
         assert r.worker.state.kind == "torn"
-
-
-def test_attach_follows_a_plan_in_dtypes_that_were_not_described() -> None:
-    wire_weights = checkpoint(1, torch.bfloat16)
-    with rig(ToyLoader()) as r:
-        r.ask("describe", specs=specs_of(checkpoint(1)))
-        r.attach(wire_weights)
-        r.sync(wire_weights, 1, "a")
-        assert_holds(r.loader, wire_weights)
-
-
-class Wanting(ToyLoader):
-    """Takes an optional buffer."""
-
-    def accepts(self, name: str) -> bool:
-        return name == "cache"
-
-    def places(self) -> dict[str, Place]:
-        return {**super().places(), "cache": lambda w: self.direct(self.targets()["cache"], w)}
-
-
-@pytest.mark.parametrize("kind", [ToyLoader, Wanting])
-def test_an_optional_tensor_that_another_engine_wants_is_let_pass(kind: type[ToyLoader]) -> None:
-    weights = {**checkpoint(1), "cache": torch.randn(5)}
-    with rig(kind()) as r:
-        before = r.loader.targets()["cache"].clone()
-        r.ask("describe", specs=specs_of(checkpoint(1)))
-        r.attach(weights, optional=("cache",))
-        updating = r.update(1, "a", digest=True)
-        r.send(weights)
-        assert updating.result(TIMEOUT_S)["digests"].keys() == weights.keys()
-        expected = weights["cache"] if kind is Wanting else before
-        assert torch.equal(r.loader.targets()["cache"], expected)
-        assert_holds(r.loader, {name: tensor for name, tensor in weights.items() if name != "cache"})
-
-
-def test_attach_refuses_a_plan_that_the_loader_does_not_take() -> None:
-    with rig() as r:
-        specs = [replace(spec, name=spec.name + "x") for spec in specs_of(checkpoint(1))]
-        plan = Plan.pack(specs, 4096)
-        sender = registry.transport("inproc").sender(slot_bytes=4096, num_slots=1, receivers=1, generation=1)
-        with pytest.raises(Failed, match=r"MismatchError: toy 1.0 does not take this plan: embed.weightx"):
-            r.ask("attach", plan=plan, ticket=sender.ticket(), first_index=0, timeout_s=1.0)
-        sender.close()
-
-
-def test_each_worker_connects_under_its_own_index() -> None:
-    rigs = [Rig(ToyLoader(rank, 2), rank=rank) for rank in range(2)]
-    weights = checkpoint(4)
-    plan = Plan.pack(specs_of(weights), 1024)
-    sender = registry.transport("inproc").sender(slot_bytes=plan.capacity, num_slots=2, receivers=2, generation=1)
-    for r in rigs:
-        r.ask("attach", plan=plan, ticket=sender.ticket(), first_index=0, timeout_s=TIMEOUT_S)
-        r.sender, r.plan = sender, plan
-    sender.accept(Deadline.after(TIMEOUT_S))
-    updates = [r.update(1, "a") for r in rigs]
-    rigs[0].send(weights)
-    for r, updating in zip(rigs, updates, strict=True):
-        updating.result(TIMEOUT_S)
-        assert_holds(r.loader, weights)
-        r.close()
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", wire.pack([1, 2]), wire.pack({})])

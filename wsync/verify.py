@@ -6,7 +6,7 @@ would not give the bytes that are live now. Nothing is written to find that out.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -20,7 +20,8 @@ def check_launch_weights(loader: Loader, plan: LoadPlan) -> tuple[str, list[str]
     """Compare live bytes with what `plan` would write from the launch checkpoint.
 
     Returns:
-        How the plan was verified, for people, and a sentence for each live tensor that would change.
+        How the plan was verified, for people, and a sentence for each live tensor that would change. Only if every
+        source that the plan copies was compared, the first begins with "verified".
     """
     weights = loader.launch_weights()
     if weights is None:
@@ -31,7 +32,7 @@ def check_launch_weights(loader: Loader, plan: LoadPlan) -> tuple[str, list[str]
         by_source[copy.source].append(copy)
     differing: dict[str, list[str]] = defaultdict(list)
     problems = []
-    compared = 0
+    unseen = dict.fromkeys(by_source)
     for name, tensor in weights:
         if name not in by_source:
             continue
@@ -40,12 +41,23 @@ def check_launch_weights(loader: Loader, plan: LoadPlan) -> tuple[str, list[str]
             problems.append(f"{name}: launched with shape {list(tensor.shape)}, offered with {list(shape)}")
             continue
         flat = tensor.contiguous()
-        compared += 1
+        unseen.pop(name, None)
         for copy in by_source[name]:
             if not _equal(memory_view(targets[copy.target], copy.dst), memory_view(flat, copy.src)):
                 differing[copy.target].append(name)
     problems += [_repacked(loader.engine, target, plan.layouts[target], names) for target, names in differing.items()]
-    return f"verified: {compared} of {len(plan.specs)} tensors against the launch weights", problems
+    return _verdict(len(by_source), list(unseen)), problems
+
+
+def _verdict(copied: int, unseen: Sequence[str]) -> str:
+    if not copied:
+        return "unverified: the plan copies no tensor"
+    if unseen:
+        return (
+            f"unverified: {copied - len(unseen)} of {copied} tensors were compared with the launch weights; "
+            f"these are not among them: {first_five(unseen)}"
+        )
+    return f"verified: {copied} of {copied} tensors against the launch weights"
 
 
 def _repacked(engine: str, target: str, layout: Layout, sources: Iterable[str]) -> str:
