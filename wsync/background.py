@@ -40,7 +40,7 @@ class Background(Generic[T]):
             return self._future.result(timeout=deadline.remaining(self.name))
         except FutureTimeout:
             if self._future.done():
-                raise  # the call's own error
+                return self._future.result()  # it ended just now, or this error is its own
             raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {self.name}") from None
 
     def _run(self, call: Callable[[], T]) -> None:

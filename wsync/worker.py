@@ -5,18 +5,16 @@
     hello                                          engine, endpoint, version, state, reason
     describe  specs, void                          manifest
     attach    plan, ticket, first_index, timeout_s, void
-    update    version, attempt, timeout_s, digest  digests, nbytes, replayed, through_loader, seconds
+    update    version, attempt, timeout_s, digest  digests
     publish   version, attempt                     version
     abort     attempt                              state
     read      name, start, count                   dtype, shape, nbytes, data
     detach    address (None: any)
 """
 
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -47,22 +45,6 @@ class _Attachment:
     receiver: Receiver
     failed: bool = False
     """Not used any more, but open until `detach`, so that the sender can read why."""
-
-
-@dataclass(slots=True)
-class _Seconds:
-    """Where the time of one update went."""
-
-    stages: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Add the time inside to stage `name`."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - start
 
 
 class Worker:
@@ -209,45 +191,27 @@ class Worker:
 
     def _take(self, attachment: _Attachment, attempt: str, deadline: Deadline, digests: "_Digests | None") -> Message:
         """Load everything that arrives. Raises what goes wrong; the caller ends the attempt."""
-        seconds = _Seconds()
-        loader, load = self._loader, attachment.routine.load
-        with seconds.stage("begin"):
-            loader.begin()
-            targets = loader.targets()
-        arrivals = self._arrivals(attachment, attempt, deadline, seconds, digests)
-        with writable(targets), seconds.stage("total"):
+        loader = self._loader
+        loader.begin()
+        targets = loader.targets()
+        arrivals = self._arrivals(attachment, attempt, deadline, digests)
+        with writable(targets):
             Replay(attachment.routine, targets).run(
                 arrivals, loader.load_weights, lambda: self._states.writing(attempt)
             )
         del targets
-        with seconds.stage("finish"):
-            loader.finish()
+        loader.finish()
         self._states.loaded(attempt)
-        seconds.stages["load"] = seconds.stages.pop("total") - sum(
-            seconds.stages.get(stage, 0.0) for stage in ("wait", "digest")
-        )
-        return {
-            "digests": digests.values if digests is not None else {},
-            "nbytes": attachment.plan.nbytes,
-            "replayed": len(attachment.plan.specs) - len(load.through_loader),
-            "through_loader": len(load.through_loader),
-            "seconds": seconds.stages,
-        }
+        return {"digests": digests.values if digests is not None else {}}
 
     def _arrivals(
-        self, attachment: _Attachment, attempt: str, deadline: Deadline, seconds: _Seconds, digests: "_Digests | None"
+        self, attachment: _Attachment, attempt: str, deadline: Deadline, digests: "_Digests | None"
     ) -> Arrivals:
         """Buckets as they come, each one only while the attempt is under way."""
-        buckets = iter(attachment.receiver.buckets(attachment.plan, deadline))
-        while True:
-            with seconds.stage("wait"):
-                item = next(buckets, None)
-            if item is None:
-                return
+        for item in attachment.receiver.buckets(attachment.plan, deadline):
             self._states.check(attempt)
             if digests is not None:
-                with seconds.stage("digest"):
-                    digests.add(*item)
+                digests.add(*item)
             yield item
             del item  # advancing releases the slot
 

@@ -133,7 +133,7 @@ class _Channel:
             return future.result(timeout=deadline.remaining(waiting_for))
         except FutureTimeout:
             if future.done():
-                raise  # the answer itself
+                return future.result()  # it came just now, or this error is the answer
             raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {waiting_for}") from None
 
     def tell(self, op: str, args: Mapping[str, object]) -> None:

@@ -11,11 +11,8 @@ from tests.unit.worker_rig import TIMEOUT_S, Failed, assert_holds, rig
 from wsync import wire
 from wsync.digest import digest, word_bytes
 from wsync.errors import PeerError
-from wsync.protocols import Ticket
 from wsync.state import State
 from wsync.worker import Worker
-
-TICKET = Ticket(transport="inproc", address="nowhere", secret=b"", generation=1)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "shm"])
@@ -26,9 +23,7 @@ def test_three_syncs_in_a_row(transport: str) -> None:
         for version in (1, 2, 5):
             answer = r.sync(checkpoint(version), version, f"attempt {version}")
             assert_holds(r.loader, checkpoint(version))
-            assert (answer["replayed"], answer["through_loader"], answer["digests"]) == (10, 0, {})
-            assert answer["nbytes"] == r.plan.nbytes
-            assert set(answer["seconds"]) == {"begin", "wait", "load", "finish"}
+            assert answer == {"digests": {}}
             assert r.worker.state == State(version=version)
         assert r.loader.calls == ["begin", "finish"] * 3
         assert [tensor.data_ptr() for tensor in r.loader.targets().values()] == pointers
@@ -126,8 +121,7 @@ def test_a_loader_that_fails_tells_the_sender_with_its_traceback() -> None:
         assert r.worker.state.kind == "torn"
         loader.broken = ""
         r.attach(checkpoint(0))
-        answer = r.sync(checkpoint(2), 2, "b")
-        assert answer["through_loader"] == 1
+        r.sync(checkpoint(2), 2, "b")
         assert_holds(loader, checkpoint(2))
 
 
