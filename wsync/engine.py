@@ -25,9 +25,8 @@ from wsync.topology import Endpoint
 
 SLEEP_TAGS = ("weights", "kv_cache")
 
-_HELLO_TIMEOUT_S = 60.0
-"""Longest wait, in seconds, for a worker to say who it is: these calls come without a deadline."""
-
+_PATIENCE_S = 60.0
+"""Longest wait, in seconds, of calls that come without a deadline, before any came with one."""
 
 _READ_BYTES = 32 << 20
 """Most bytes of a tensor in one answer to `read`."""
@@ -52,6 +51,7 @@ class WorkerEngine(ABC):
         self._attempt: str | None = None
         self._abandoned: str | None = None
         self._taking = 0
+        self._patience_s = _PATIENCE_S
         self._paused = False
         self._resume_at_wake = False
         self._update: Background[Sequence[Mapping[str, Any]]] | None = None
@@ -289,7 +289,7 @@ class WorkerEngine(ABC):
         start = 0
         while True:
             message = {"name": name, "start": start, "count": _READ_BYTES}
-            replies = self._ask("read", message, deadline or Deadline.after(_HELLO_TIMEOUT_S))
+            replies = self._ask("read", message, deadline or self._patience())
             parts.append([reply["data"] for reply in replies])
             start += _READ_BYTES
             if all(start >= reply["nbytes"] for reply in replies):
@@ -301,15 +301,20 @@ class WorkerEngine(ABC):
         """Let the workers drop the receivers attached at `address` (None: any). The engine stays. Never raises."""
         if address in (None, self._attachment):
             self._attachment = None
+        if self._update is not None and not self._update.done:
+            return  # a worker that still reads must not lose its receiver; the next attach closes it
         try:
-            self._ask("detach", {"address": address}, Deadline.after(5.0))
+            self._ask("detach", {"address": address}, self._patience())
         except Exception:
             return  # a worker that is gone has dropped them
 
     # Shared by the above.
 
     def _hello(self) -> Sequence[Mapping[str, Any]]:
-        return self._ask("hello", {}, Deadline.after(_HELLO_TIMEOUT_S))
+        return self._ask("hello", {}, self._patience())
+
+    def _patience(self) -> Deadline:
+        return Deadline.after(self._patience_s)
 
     def _reason_not_to_serve(self) -> str | None:
         if self._attempt is not None:
@@ -335,6 +340,7 @@ class WorkerEngine(ABC):
 
     def _fence(self, doing: str, deadline: Deadline) -> None:
         """End on the workers what was given up without an answer. Raises `EngineStateError` while that is open."""
+        self._patience_s = deadline.timeout_s
         if self._update is not None and not self._update.done:
             raise EngineStateError(
                 f"{self.name} has not answered the previous sync yet and cannot {doing}; its worker may be stalled. "

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from wsync import wire
 from wsync.config import PauseMode
@@ -23,11 +24,13 @@ class FakeEngine(WorkerEngine):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self.waits: dict[str, float | None] = {}
         self.hooks: list[str] = []
         self.reason: str | None = None
         self.hold = threading.Event()
         self.hold.set()
         self.answers: dict[str, Any] = {
+            "read": [{"data": b"", "nbytes": 0, "dtype": torch.float32, "shape": (0,)}] * 2,
             "hello": [{"version": 0, "state": "serving", "endpoint": None}] * 2,
             "update": [{"digests": {"a": 1}}, {"digests": {"a": 2}}],
             "publish": [{}, {}],
@@ -39,6 +42,7 @@ class FakeEngine(WorkerEngine):
 
     def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
         self.calls.append(method)
+        self.waits[method] = timeout_s
         if method == "update":
             assert self.hold.wait(30)
         answer = self.answers[method]

@@ -115,6 +115,8 @@ def test_no_begin_while_the_last_call_is_unanswered(engine: FakeEngine) -> None:
     with pytest.raises(EngineStateError, match="cannot sleep now"):
         engine.sleep(2)
     assert engine.calls == ["hello", "update"], "an unanswered worker is asked nothing"
+    engine.close()
+    assert engine.calls == ["hello", "update"], "a worker that may still read keeps its receiver"
     engine.hold.set()
     assert engine._update is not None
     engine._update.result(soon())
@@ -313,6 +315,23 @@ def test_a_deadline_that_has_passed_makes_no_call(engine: FakeEngine) -> None:
     with pytest.raises(SyncTimeout, match="fake to answer 'describe'"):
         engine.describe([], soon(-1))
     assert engine.calls == []
+
+
+def test_calls_without_a_deadline_wait_as_long_as_the_last_one_with_one(engine: FakeEngine) -> None:
+    def ask() -> set[int]:
+        engine.endpoints()
+        engine.read("norm")
+        engine.close()
+        return {round(engine.waits[method] or 0) for method in ("hello", "read", "detach")}
+
+    assert ask() == {60}
+    engine.describe([], soon(7))
+    assert ask() == {7}
+    engine.attach(Plan.pack([], 4096), TICKET, 0, soon(90))
+    assert ask() == {90}
+    engine.begin(1, "a", soon(3), digest=False)
+    engine.join(soon())
+    assert ask() == {3}
 
 
 def test_close_never_raises(engine: FakeEngine) -> None:
