@@ -262,7 +262,8 @@ class Engine(Protocol):
     """Control of one engine (one replica, any number of workers) from the trainer rank that owns it.
 
     Calls block, up to their deadline; the session runs long ones on a thread of its own. No call is made while an
-    earlier one is unanswered.
+    earlier one is unanswered: `describe`, `attach` and `begin` then raise `EngineStateError`, and later first end on
+    the workers the attempt that was given up meanwhile.
     """
 
     name: str
