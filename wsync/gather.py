@@ -3,8 +3,7 @@
 A sender takes what it holds itself; for the rest one holder of each part is chosen, the one with the least to send.
 What a rank sends to one sender for one bucket goes in *packets*, already in wire dtype: large parts that lie contiguous
 in the bucket each in one of its own, which is received in place, all others one after the other in a single one, whose
-parts the sender then puts in their places. On request a tensor that is cut into equal shards, one a rank in rank order,
-with every rank a sender, needs no packet: it is all-gathered straight into the slot.
+parts the sender then puts in their places.
 """
 
 from collections import deque
@@ -87,9 +86,6 @@ class BucketGather:
     exchanged: bool = False
     """Whether any rank sends a packet to another for this bucket. The same on every rank."""
 
-    gathered: tuple[Part, ...] = ()
-    """This rank's parts of tensors that are all-gathered into the slot; the same tensors on every rank."""
-
 
 class GatherPlan:
     """`BucketGather` of every bucket of a plan, for one rank.
@@ -99,42 +95,33 @@ class GatherPlan:
         senders: ranks that have a slot to fill.
         rank: the one that this is for.
         world_size: number of trainer ranks.
-        all_gather: whether even shards are all-gathered where possible. Gloo copies inside of its coalesced
-            all-gather and is slower than point-to-point (about 2x at 2 MiB a tensor); NCCL writes in place.
 
     Raises:
         UnsupportedError: ranks hold parts of a tensor that overlap without being the same, and none holds all of it.
     """
 
-    def __init__(self, plan: Plan, senders: Sequence[int], rank: int, world_size: int, *, all_gather: bool) -> None:
+    def __init__(self, plan: Plan, senders: Sequence[int], rank: int, world_size: int) -> None:
         self._rank = rank
         self._world_size = world_size
         self._senders = tuple(senders)
         self._holders = {spec.name: holders_of(spec) for spec in plan.specs}
-        self._all_gather = all_gather and world_size > 1 and len(self._senders) == world_size
         self._load_nbytes = [0] * world_size
         self.buckets: tuple[BucketGather, ...] = tuple(self._bucket(bucket) for bucket in plan.buckets)
 
     @cached_property
     def traffic_nbytes(self) -> int:
         """Bytes that this rank sends to others in one sync, packets without their padding."""
-        sent = sum(
+        return sum(
             part.nbytes for bucket in self.buckets for _, index in bucket.sends for part in bucket.packets[index].parts
         )
-        gathered = sum(part.nbytes for bucket in self.buckets for part in bucket.gathered)
-        return sent + gathered * (self._world_size - 1)
 
     def _bucket(self, bucket: Bucket) -> BucketGather:
         own: list[Part] = []
-        gathered: list[Part] = []
         outgoing: dict[int, list[Part]] = {}
         incoming: dict[int, list[Part]] = {}
         exchanged = False
         for tensor in bucket.tensors:
             holders = self._holders[tensor.name]
-            if self._is_even(tensor, holders):
-                gathered += _parts(tensor, next(region for region, ranks in holders.items() if self._rank in ranks))
-                continue
             for region, ranks in holders.items():
                 parts: list[Part] | None = None
                 for sender, source in self._routes(tensor, region, ranks):
@@ -155,7 +142,6 @@ class GatherPlan:
             sends=sends,
             receives=tuple((source, Packet.of(p)) for source in sorted(incoming) for p in _grouped(incoming[source])),
             exchanged=exchanged,
-            gathered=tuple(gathered),
         )
 
     def _routes(self, tensor: TensorMeta, region: Region, ranks: Sequence[int]) -> list[tuple[int, int]]:
@@ -174,14 +160,6 @@ class GatherPlan:
                 self._load_nbytes[source] += nbytes
             routes.append((sender, source))
         return routes
-
-    def _is_even(self, tensor: TensorMeta, holders: dict[Region, tuple[int, ...]]) -> bool:
-        """Whether the tensor lies here whole, in one equal shard a rank in rank order, and every rank wants it."""
-        world = self._world_size
-        count, rest = divmod(tensor.chunk_nbytes // tensor.dtype.itemsize, world)
-        if not self._all_gather or rest or not count or not tensor.is_whole:
-            return False
-        return holders == {Region.span(rank * count, count).coalesce(): (rank,) for rank in range(world)}
 
 
 def holders_of(spec: TensorSpec) -> dict[Region, tuple[int, ...]]:

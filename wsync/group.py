@@ -96,6 +96,8 @@ class Group:
     ) -> None:
         """Point-to-point in one batch: (peer rank, contiguous tensor). Returns when all of it is done.
 
+        The first transfer after `reset` connects all ranks: each of them must make it, if only to itself.
+
         Raises:
             TransportError: a peer closed the connection; the communicator is dropped.
             SyncTimeout: not done before `deadline`; the communicator is dropped.
@@ -107,17 +109,6 @@ class Group:
         works += [data.send([tensor], peer, 0) for peer, tensor in sends if tensor.numel()]
         peers = sorted({peer for peer, _ in (*sends, *receives)})
         self._finish(works, f"trainer ranks {peers}", deadline)
-
-    def all_gather(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], deadline: Deadline) -> None:
-        """Coalesced: `outputs[i]` `[world_size * n_i]` takes every rank's `inputs[i]` `[n_i]`, in rank order.
-
-        Raises as `transfer`.
-        """
-        if not inputs:
-            return
-        data = self._communicator(inputs[0])
-        work = data.allgather_into_tensor_coalesced(list(outputs), list(inputs))
-        self._finish([work], "all trainer ranks", deadline)
 
     def reset(self) -> None:
         """Drop the data communicator. The next transfer builds one, which every rank must then do."""

@@ -77,15 +77,6 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collect:
-    """An all-gather of `nbytes` of every rank, from the outbox at `start` into the slot at `offset`."""
-
-    start: int
-    nbytes: int
-    offset: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
     """All of one rank's work for one bucket: `stage`, then `fill`."""
 
@@ -104,7 +95,6 @@ class Exchange:
     exchanged: bool
     """Whether any rank sends anything."""
 
-    collects: tuple[Collect, ...]
     moves: tuple[Move, ...]
     """From the inbox into the slot."""
 
@@ -137,17 +127,11 @@ class Exchange:
             )
         if slot is not None:
             _move(self.moves, inbox, slot)
-            group.all_gather(
-                [slot[one.offset : one.offset + one.nbytes * group.world_size] for one in self.collects],
-                [outbox[one.start : one.start + one.nbytes] for one in self.collects],
-                deadline,
-            )
 
 
 def compile_exchange(gather: BucketGather, pieces: Pieces, layouts: Mapping[str, Layout]) -> Exchange:
     """Turn parts into copies between the memory of this rank's parameters, its two boxes and the slot."""
-    outbox = [*gather.packets, *(Packet.of([part]) for part in gather.gathered)]
-    starts, outbox_nbytes = _lay_out(outbox)
+    starts, outbox_nbytes = _lay_out(gather.packets)
     inbox = [(rank, packet) for rank, packet in gather.receives if not packet.in_place]
     places, inbox_nbytes = _lay_out([packet for _, packet in inbox])
     inbox_starts = iter(places)
@@ -158,7 +142,7 @@ def compile_exchange(gather: BucketGather, pieces: Pieces, layouts: Mapping[str,
     return Exchange(
         staged=tuple(
             load
-            for packet, start in zip(outbox, starts, strict=True)
+            for packet, start in zip(gather.packets, starts, strict=True)
             for part, region in _places(packet, start)
             for load in _loads(part, region, pieces, layouts)
         ),
@@ -168,10 +152,6 @@ def compile_exchange(gather: BucketGather, pieces: Pieces, layouts: Mapping[str,
         ),
         receives=tuple(receives),
         exchanged=gather.exchanged,
-        collects=tuple(
-            Collect(start=start, nbytes=part.nbytes, offset=part.tensor.offset)
-            for part, start in zip(gather.gathered, starts[len(gather.packets) :], strict=True)
-        ),
         moves=tuple(
             _placed(part, region)
             for (_, packet), start in zip(inbox, places, strict=True)

@@ -273,8 +273,7 @@ class ShardedProducer:
         return self._boxes
 
     def _compile(self, plan: Plan, senders: Sequence[int], group: Group) -> tuple[Exchange, ...]:
-        all_gather = self._device.type != "cpu"
-        gathers = GatherPlan(plan, senders, group.rank, group.world_size, all_gather=all_gather).buckets
+        gathers = GatherPlan(plan, senders, group.rank, group.world_size).buckets
         return tuple(compile_exchange(gather, self._pieces, self._layouts) for gather in gathers)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:

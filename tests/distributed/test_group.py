@@ -138,18 +138,6 @@ def send_to_first(me: Rank) -> bool:
     return trainer_group_works(me)
 
 
-def gather_everything(me: Rank) -> bool:
-    group = group_of(me)
-    sizes = (3, 1000, 1)
-    inputs = [torch.full((size,), float(me.rank * 100 + size)) for size in sizes]
-    outputs = [torch.empty(size * me.world_size) for size in sizes]
-    group.all_gather(outputs, inputs, Deadline.after(20))
-    for size, output in zip(sizes, outputs, strict=True):
-        expected = torch.cat([torch.full((size,), float(rank * 100 + size)) for rank in range(me.world_size)])
-        assert torch.equal(output, expected)
-    return trainer_group_works(me)
-
-
 def die_before_sending(me: Rank) -> str:
     group = group_of(me, timeout_s=5.0)
     first = torch.rand(1024)
@@ -202,10 +190,6 @@ def test_closing_leaves_the_last_messages_for_slower_ranks() -> None:
 
 def test_point_to_point_brings_the_right_bytes() -> None:
     assert all(run_ranks(send_to_first, 3, timeout_s=60))
-
-
-def test_coalesced_all_gather_is_in_rank_order() -> None:
-    assert all(run_ranks(gather_everything, 2, timeout_s=60))
 
 
 def test_a_dead_peer_ends_the_transfer_within_the_deadline() -> None:

@@ -36,10 +36,10 @@ def values(one: TensorSpec) -> torch.Tensor:
 class Simulation:
     """All ranks of a plan at once."""
 
-    def __init__(self, plan: Plan, senders: list[int], world: int, all_gather: bool) -> None:
+    def __init__(self, plan: Plan, senders: list[int], world: int) -> None:
         self.plan = plan
         self.senders = senders
-        self.ranks = [GatherPlan(plan, senders, rank, world, all_gather=all_gather) for rank in range(world)]
+        self.ranks = [GatherPlan(plan, senders, rank, world) for rank in range(world)]
         self.full = {one.name: values(one) for one in plan.specs}
 
     def run(self) -> None:
@@ -61,9 +61,6 @@ class Simulation:
             assert sent == [packet for rank, packet in mine.receives if rank == source]
         for _, packet in mine.receives:
             for part in packet.parts:
-                self.put(slot, part, self.held(part))
-        for other in self.ranks:
-            for part in other.buckets[bucket.index].gathered:
                 self.put(slot, part, self.held(part))
         return slot
 
@@ -98,33 +95,17 @@ def layouts(draw: st.DrawFn) -> tuple[list[TensorSpec], list[int], int]:
     return specs, sorted(senders), world
 
 
-@given(layouts(), st.sampled_from([256, 512, 4096]), st.booleans())
-def test_every_sender_gets_every_element_once(
-    layout: tuple[list[TensorSpec], list[int], int], limit: int, all_gather: bool
-) -> None:
+@given(layouts(), st.sampled_from([256, 512, 4096]))
+def test_every_sender_gets_every_element_once(layout: tuple[list[TensorSpec], list[int], int], limit: int) -> None:
     specs, senders, world = layout
-    Simulation(Plan.pack(specs, limit), senders, world, all_gather).run()
-
-
-def test_even_shards_are_all_gathered_only_if_every_rank_sends() -> None:
-    even = spec("even", (8, 3), dict(enumerate(shards((8, 3), 0, 2))))
-    uneven = spec("uneven", (7, 3), dict(enumerate(shards((7, 3), 0, 2))))
-    columns = spec("columns", (8, 4), dict(enumerate(shards((8, 4), 1, 2))))
-    plan = Plan.pack([even, uneven, columns], 4096)
-    [both] = GatherPlan(plan, [0, 1], 1, 2, all_gather=True).buckets
-    assert [part.tensor.name for part in both.gathered] == ["even"]
-    assert {part.tensor.name for packet in both.packets for part in packet.parts} == {"uneven", "columns"}
-    [one] = GatherPlan(plan, [0], 1, 2, all_gather=True).buckets
-    assert not one.gathered
-    assert not one.receives
-    assert not one.own
+    Simulation(Plan.pack(specs, limit), senders, world).run()
 
 
 def test_a_sender_uses_what_it_holds_and_replicas_share_the_rest() -> None:
     halves = shards((64, 4), 0, 2)
     specs = [spec(f"t{i}", (64, 4), {rank: halves[rank % 2] for rank in range(4)}) for i in range(8)]
     plan = Plan.pack(specs, 1 << 20)
-    sent = [GatherPlan(plan, [0], rank, 4, all_gather=False).traffic_nbytes for rank in range(4)]
+    sent = [GatherPlan(plan, [0], rank, 4).traffic_nbytes for rank in range(4)]
     half = sum(one.nbytes for one in specs) // 2
     assert sent == [0, half // 2, 0, half // 2]
 
@@ -132,7 +113,7 @@ def test_a_sender_uses_what_it_holds_and_replicas_share_the_rest() -> None:
 def test_a_part_that_everyone_wants_is_packed_once() -> None:
     thirds = dict(enumerate(shards((7, 5), 0, 3)))
     plan = Plan.pack([spec("t", (7, 5), thirds)], 4096)
-    [mine] = GatherPlan(plan, [0, 1, 2], 2, 3, all_gather=False).buckets
+    [mine] = GatherPlan(plan, [0, 1, 2], 2, 3).buckets
     assert len(mine.packets) == 1
     assert mine.sends == ((0, 0), (1, 0))
 
@@ -143,8 +124,8 @@ def test_large_contiguous_parts_travel_alone_and_are_received_in_place() -> None
     columns = spec("columns", shape, dict(enumerate(shards(shape, 1, 2))))
     bias = spec("bias", (512,), dict(enumerate(shards((512,), 0, 2))))
     plan = Plan.pack([rows, columns, bias], 1 << 24)
-    Simulation(plan, [0], 2, all_gather=False).run()
-    [sender] = GatherPlan(plan, [0], 0, 2, all_gather=False).buckets
+    Simulation(plan, [0], 2).run()
+    [sender] = GatherPlan(plan, [0], 0, 2).buckets
     names = [([part.tensor.name for part in packet.parts], packet.in_place) for _, packet in sender.receives]
     assert names == [(["columns", "bias"], False), (["rows"], True)]
 
