@@ -47,7 +47,12 @@ def facts_of(module: str, models: Path, folder: Path, *, ranks: int = 1) -> list
 
 
 def _environment(module: str, ranks: int) -> Mapping[str, str]:
-    settings = {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "WARNING", "GLOO_SOCKET_IFNAME": "lo"}
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     if not module.endswith("vllm_workers"):
         settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if ranks > 1:
