@@ -32,7 +32,8 @@ def check_launch_weights(loader: Loader, plan: LoadPlan) -> tuple[str, list[str]
         by_source[copy.source].append(copy)
     differing: dict[str, list[str]] = defaultdict(list)
     problems = []
-    unseen = dict.fromkeys(by_source)
+    expected = [name for name in by_source if not plan.specs[name].optional]  # no checkpoint holds the others
+    unseen = dict.fromkeys(expected)
     for name, tensor in weights:
         if name not in by_source:
             continue
@@ -46,7 +47,7 @@ def check_launch_weights(loader: Loader, plan: LoadPlan) -> tuple[str, list[str]
             if not _equal(memory_view(targets[copy.target], copy.dst), memory_view(flat, copy.src)):
                 differing[copy.target].append(name)
     problems += [_repacked(loader.engine, target, plan.layouts[target], names) for target, names in differing.items()]
-    return _verdict(len(by_source), list(unseen)), problems
+    return _verdict(len(expected), list(unseen)), problems
 
 
 def _verdict(copied: int, unseen: Sequence[str]) -> str:
