@@ -167,11 +167,12 @@ def negotiate(
 
 
 def _reads_all(spec: TensorSpec, workers: Sequence[Manifest]) -> bool:
-    if any(spec.name in worker.through_loader for worker in workers):
+    parts = [part for worker in workers for part in worker.uses.get(spec.name, ())]
+    if not parts and spec.optional:
         return True
-    if spec.optional and not any(spec.name in worker.dtypes for worker in workers):
-        return True
-    return not uncovered([part for worker in workers for part in worker.uses.get(spec.name, ())], spec.numel)
+    if not parts and any(spec.name in worker.through_loader for worker in workers):
+        return True  # the loader needs its bytes, so that a dry run cannot tell which of them
+    return not uncovered(parts, spec.numel)
 
 
 def _widest(declared: Sequence[torch.dtype], fallback: torch.dtype) -> torch.dtype:
