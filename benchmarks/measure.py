@@ -11,11 +11,11 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 Way = Callable[[], object]
 
-ONE_MEMCPY = "memcpy"
-"""One call of the C library's memcpy over all bytes, one thread. Above a size it goes round the cache."""
+MEMCPY_EACH = "memcpy"
+"""The C library's memcpy on one thread, a call for each tensor: weights do not lie in one piece."""
 
-MEMCPY_EACH = "memcpy a tensor"
-"""A call for each tensor: what a copy that leaves tensors where they are can reach with memcpy, one thread."""
+ONE_MEMCPY = "one memcpy call"
+"""As many bytes in one piece. Calls above some size, 192 MiB on some machines, write round the cache and are faster."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

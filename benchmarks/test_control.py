@@ -16,13 +16,13 @@ ROUNDS = 9
 TOTAL_BYTES = 40 << 20
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("transport", ["inproc", "shm"])
 @pytest.mark.parametrize("count", [100, 10_000])
 def test_time_a_byte(
     benchmark: BenchmarkFixture, keep: Callable[[Row], None], small: bool, transport: str, count: int
 ) -> None:
     nbytes = TOTAL_BYTES // count // (16 if small else 1)
+    torch.set_num_threads(1)
     actor, model = Equal(count, nbytes), Equal(count, nbytes)
     with wsync.connect(actor, HFEngine(model), config=wsync.SyncConfig(transport=transport)) as session:
         samples = measure(benchmark, session.sync, memcpy_ways(payload(actor)), ROUNDS)
@@ -40,10 +40,10 @@ def test_time_a_byte(
     keep(row)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("count", [100, 10_000])
 def test_connect(benchmark: BenchmarkFixture, keep: Callable[[Row], None], small: bool, count: int) -> None:
     nbytes = TOTAL_BYTES // count // (16 if small else 1)
+    torch.set_num_threads(1)
     actor, model = Equal(count, nbytes), Equal(count, nbytes)
     engine = HFEngine(model)
     samples = measure(benchmark, lambda: wsync.connect(actor, engine).close(), memcpy_ways(payload(actor)), 3)

@@ -7,7 +7,7 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import wsync
-from benchmarks.measure import MEMCPY_EACH, ONE_MEMCPY, measure, memcpy_ways
+from benchmarks.measure import MEMCPY_EACH, measure, memcpy_ways
 from benchmarks.models import llama, nbytes_of, payload
 from benchmarks.record import Row
 from wsync.adapters.engines.hf import HFEngine
@@ -31,7 +31,7 @@ def test_same_dtype(benchmark: BenchmarkFixture, keep: Callable[[Row], None], sm
         tensors=len(payload(actor)),
         nbytes=nbytes_of(model, torch.float32),
         samples=samples,
-        reference=MEMCPY_EACH if threads == 1 else ONE_MEMCPY,
+        reference=MEMCPY_EACH,
         target=TARGET,
     )
     keep(row)
