@@ -20,6 +20,7 @@ import torch
 from wsync.deadline import Deadline
 from wsync.plan import Plan
 from wsync.protocols import Receiver, Ticket, Transport
+from wsync.testing.processes import forkserver
 from wsync.testing.samples import bytes_of, digests_of, fill_slot, plan_of, tensor_zoo
 
 MakeTransport = Callable[[], Transport]
@@ -34,9 +35,7 @@ class Actor:
         self._process: mp.process.BaseProcess | None = None
         self._thread: threading.Thread | None = None
         if process:
-            context = mp.get_context("forkserver")
-            context.set_forkserver_preload([__name__])
-            self._process = context.Process(target=_in_process, args=(theirs, body, args), daemon=True)
+            self._process = forkserver().Process(target=_in_process, args=(theirs, body, args), daemon=True)
             self._process.start()
             theirs.close()
         else:

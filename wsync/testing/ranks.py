@@ -17,13 +17,14 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from wsync.testing.processes import forkserver
 
 LOOPBACK = "127.0.0.1"
 GRACE_S = 5.0
@@ -51,7 +52,7 @@ def run_ranks(
     timeout_s: float,
     expected_dead: Collection[int] = (),
 ) -> list[Any]:
-    """Call `fn(Rank, *args)` on `world_size` spawned ranks and return their results by rank.
+    """Call `fn(Rank, *args)` on `world_size` new processes and return their results by rank.
 
     Args:
         fn: importable function; it and `args` and results are pickled by `multiprocessing`.
@@ -69,12 +70,12 @@ def run_ranks(
     server = TCPStore(
         LOOPBACK, port, None, True, timedelta(seconds=timeout_s), False, master_listen_fd=listener.detach()
     )
-    context = mp.get_context("spawn")
-    ranks: list[tuple[SpawnProcess, Connection]] = []
+    context = forkserver()
+    ranks: list[tuple[BaseProcess, Connection]] = []
     try:
         for rank in range(world_size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = mp.Pipe()
+            process: BaseProcess = context.Process(
                 target=_rank_main, args=(theirs, port, rank, world_size, timeout_s, fn, args), daemon=True
             )
             process.start()
