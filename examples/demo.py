@@ -8,10 +8,11 @@ tokens must equal those of a transformers model that was given the new weights b
 """
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,8 @@ PROMPTS = [[7, 11, 13, 17], [101, 103, 107, 109, 113], [251, 3, 251, 3, 251, 3]]
 NEW_TOKENS = 16
 
 
-def main() -> int:
-    """Run the demo on this rank; 0 only if every proof holds."""
+def main() -> None:
+    """Run the demo on this rank and exit; with 0 only if every proof holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="which engine generates (default: hf)")
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps before the sync (default: 4)")
@@ -39,7 +40,7 @@ def main() -> int:
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    return 0 if ok else 1
+    leave(0 if ok else 1)
 
 
 def run(engine_name: str, steps: int, folder: Path) -> bool:
@@ -135,10 +136,17 @@ def greedy(model: LlamaForCausalLM) -> list[list[int]]:
     return answers
 
 
+def leave(status: int) -> NoReturn:
+    """Exit without the interpreter's own clean-up, in which a rank that used gloo may abort."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 def say(text: str) -> None:
     """One line, at once: the output of several processes is interleaved."""
     print(text, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
