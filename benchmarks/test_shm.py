@@ -67,23 +67,28 @@ def started(dtype: torch.dtype, small: bool) -> Iterator[Pair]:
 
 
 @pytest.fixture(scope="module")
-def same_dtype(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with started(torch.float32, request.config.getoption("--small")) as pair:
-        yield pair
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """For the dtype that a test asks for."""
+    with started(request.param, request.config.getoption("--small")) as one:
+        yield one
 
 
-def test_defaults(same_dtype: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None]) -> None:
-    keep(same_dtype.measure(benchmark, DEFAULTS, TARGET))
+TO_FP32 = pytest.mark.parametrize("pair", [torch.float32], indirect=True, ids=["fp32"])
+TO_BF16 = pytest.mark.parametrize("pair", [torch.bfloat16], indirect=True, ids=["bf16"])
 
 
+@TO_FP32
+def test_defaults(pair: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None]) -> None:
+    keep(pair.measure(benchmark, DEFAULTS, TARGET))
+
+
+@TO_FP32
 @pytest.mark.parametrize("mib", [2, 4, 8, 16, 32, 64, 256])
 @pytest.mark.parametrize("num_slots", [2, 3, 4])
-def test_sizes(
-    same_dtype: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None], mib: int, num_slots: int
-) -> None:
-    keep(same_dtype.measure(benchmark, wsync.SyncConfig(bucket_bytes=mib * MIB, num_slots=num_slots), None))
+def test_sizes(pair: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None], mib: int, num_slots: int) -> None:
+    keep(pair.measure(benchmark, wsync.SyncConfig(bucket_bytes=mib * MIB, num_slots=num_slots), None))
 
 
-def test_cast(benchmark: BenchmarkFixture, keep: Callable[[Row], None], small: bool) -> None:
-    with started(torch.bfloat16, small) as pair:
-        keep(pair.measure(benchmark, DEFAULTS, None))
+@TO_BF16
+def test_cast(pair: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None]) -> None:
+    keep(pair.measure(benchmark, DEFAULTS, None))
