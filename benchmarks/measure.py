@@ -14,6 +14,9 @@ Way = Callable[[], object]
 MEMCPY_EACH = "memcpy"
 """The C library's memcpy on one thread, a call for each tensor: weights do not lie in one piece."""
 
+ONE_CAST = "one cast"
+"""Every element read once and written once in the other dtype, by torch on one thread, a call for each tensor."""
+
 LARGE_MEMCPY = "memcpy of halves"
 """As many bytes in two calls. Above some size, 192 MiB on some machines, memcpy writes round the cache: quicker."""
 
@@ -109,6 +112,22 @@ def memcpy_ways(tensors: Sequence[torch.Tensor]) -> dict[str, Way]:
             np.copyto(target[half : 2 * half], target[:half])
 
     return {MEMCPY_EACH: each, LARGE_MEMCPY: halves}
+
+
+def cast_way(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Way:
+    """The ceiling for `tensors` that are wanted in `dtype`. Takes the memory of the result."""
+    target = torch.ones(sum(tensor.numel() for tensor in tensors), dtype=dtype)
+    parts = torch.split(target, [tensor.numel() for tensor in tensors])
+    pairs = list(zip(parts, tensors, strict=True))
+
+    def cast() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        for to, of in pairs:
+            to.copy_(of.view(-1))
+        torch.set_num_threads(threads)
+
+    return cast
 
 
 def bytes_of(tensor: torch.Tensor) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":

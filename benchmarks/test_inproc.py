@@ -7,13 +7,12 @@ import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
 import wsync
-from benchmarks.measure import MEMCPY_EACH, measure, memcpy_ways
+from benchmarks.measure import MEMCPY_EACH, ONE_CAST, cast_way, measure, memcpy_ways
 from benchmarks.models import llama, nbytes_of, payload
 from benchmarks.record import Row
 from wsync.adapters.engines.hf import HFEngine
 
 ROUNDS = 9
-ONE_CAST = "one cast"
 TARGET = 0.9
 
 
@@ -39,18 +38,10 @@ def test_same_dtype(benchmark: BenchmarkFixture, keep: Callable[[Row], None], sm
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_cast(benchmark: BenchmarkFixture, keep: Callable[[Row], None], small: bool, threads: int) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     actor, model = llama(seed=1, small=small), llama(seed=2, small=small).bfloat16()
-    source = torch.cat([tensor.view(-1) for tensor in payload(actor)])
-    target = torch.ones_like(source, dtype=torch.bfloat16)
-
-    def one_cast() -> None:
-        torch.set_num_threads(1)
-        target.copy_(source)
-        torch.set_num_threads(threads)
-
     with wsync.connect(actor, HFEngine(model)) as session:
-        samples = measure(benchmark, session.sync, {ONE_CAST: one_cast}, ROUNDS)
+        samples = measure(benchmark, session.sync, {ONE_CAST: cast_way(payload(actor), torch.bfloat16)}, ROUNDS)
     check_equal(actor, model)
     row = Row(
         case=f"in process, fp32 to bf16, {threads} thread(s)",
