@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wsync.errors import UnsupportedError, first_five
@@ -24,13 +25,19 @@ _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A parameter or buffer of a module."""
+    """A parameter or buffer of a module, or this rank's part of one."""
 
     tensor: torch.Tensor
-    """The live tensor: plain, or a DTensor of the full shape."""
+    """The live tensor: plain, a DTensor of the full shape, or the 1-D part that begins at `start`."""
+
+    shape: tuple[int, ...]
+    """Of the full tensor."""
 
     optional: bool
     """A non-persistent buffer: checkpoints do not have it."""
+
+    start: int | None = None
+    """Where in the flattened full tensor `tensor` begins, if it is a run of that; None if it has the full shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +71,32 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def held_tensors(module: nn.Module) -> dict[str, Held]:
     """Every parameter and buffer by its name without wrappers, in state-dict order, tied ones under each name."""
-    return {name: Held(tensor=tensor, optional=optional) for name, tensor, optional in _walk(module, "")}
+    return {
+        name: Held(tensor=tensor, shape=() if is_lazy(tensor) else tuple(tensor.shape), optional=optional)
+        for prefix, child in modules_by_prefix(module)
+        for name, tensor, optional in own_tensors(child, prefix)
+    }
+
+
+def modules_by_prefix(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(what the names of its tensors begin with, module) for `module` and all below it; a module comes once a name."""
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from modules_by_prefix(child, prefix if _is_wrapper(module, name) else f"{prefix}{name}.")
+
+
+def own_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """(name, tensor, is a non-persistent buffer) of what lies in `module` itself.
+
+    Not `named_parameters`: wrappers override it in different ways.
+    """
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter, False
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield prefix + name, buffer, name in module._non_persistent_buffers_set
 
 
 def sources(module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
@@ -82,19 +114,6 @@ def sources(module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
 
 def _is_wrapper(module: nn.Module, child: str) -> bool:
     return child in _WRAPPER_CHILDREN or (child == "module" and isinstance(module, _MODULE_WRAPPERS))
-
-
-def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """(name, tensor, is a non-persistent buffer). Not `named_parameters`: wrappers override it in different ways."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield prefix + name, parameter, False
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            yield prefix + name, buffer, name in module._non_persistent_buffers_set
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _walk(child, prefix if _is_wrapper(module, name) else f"{prefix}{name}.")
 
 
 def _without_ties(model: nn.Module, held: Mapping[str, Held]) -> dict[str, Held]:
@@ -127,9 +146,9 @@ def _as_held(held: Mapping[str, Held]) -> list[Source]:
     return [
         Source(
             name=name,
-            shape=tuple(item.tensor.shape),
+            shape=item.shape,
             parent=name,
-            region=Region.whole(item.tensor.shape),
+            region=Region.whole(item.shape),
             optional=item.optional,
         )
         for name, item in held.items()
@@ -149,8 +168,8 @@ def _checkpoint_layout(model: nn.Module, held: Mapping[str, Held]) -> list[Sourc
     trace = _Trace()
     meta: dict[str, torch.Tensor] = {}
     for name, item in held.items():
-        meta[name] = torch.empty(item.tensor.shape, dtype=item.tensor.dtype, device="meta")
-        trace.remember(meta[name], name, Region.whole(item.tensor.shape))
+        meta[name] = torch.empty(item.shape, dtype=item.tensor.dtype, device="meta")
+        trace.remember(meta[name], name, Region.whole(item.shape))
     with torch.no_grad(), trace:
         converted: Mapping[str, torch.Tensor] = revert_weight_conversion(model, dict(meta))
     found, derived = [], []

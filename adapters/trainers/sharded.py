@@ -1,7 +1,7 @@
 """The part of a producer that does not care how a module was sharded: ranks hold regions, buckets are put together."""
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wsync.adapters.trainers.exchange import Exchange, Layout, Piece, compile_exchange
-from wsync.adapters.trainers.names import Source, held_tensors, sources
+from wsync.adapters.trainers.names import Held, Source, held_tensors, sources
 from wsync.deadline import Deadline
 from wsync.digest import digest_part, word_bytes
 from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError, first_five
@@ -60,7 +60,7 @@ class ShardedProducer:
         """See `wsync.Producer`."""
         tensors = self._look_up()
         module = self._alive()
-        held = held_tensors(module)
+        held = self._held(module)
         found = sources(module, held)
         self._parents = {source.name: source.parent for source in found}
         parents = set(self._parents.values())
@@ -162,6 +162,10 @@ class ShardedProducer:
     def _settle(self, module: nn.Module) -> None:
         """Bring `module` into the state in which its parameters are the sharded ones. Local."""
 
+    def _held(self, module: nn.Module) -> Mapping[str, Held]:
+        """Every parameter and buffer by its name without wrappers. Raises `UnsupportedError`."""
+        return held_tensors(module)
+
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Hashable]:
         """The elements of `tensor` in this process, and what tells where they belong if their shape does not."""
         return tensor, None
@@ -182,16 +186,20 @@ class ShardedProducer:
         self._settle(module)
         found = {}
         with torch.no_grad():
-            for name, held in held_tensors(module).items():
+            for name, held in self._held(module).items():
                 _check_exportable(name, held.tensor)
-                local, placing = self._local(held.tensor)
-                key = (held.tensor.shape, held.tensor.dtype, local.shape, local.stride(), placing)
+                local, placing = self._local(held.tensor) if held.start is None else (held.tensor, held.start)
+                key = (held.shape, held.tensor.dtype, local.shape, local.stride(), placing)
                 layout = self._known.get(key)
                 if layout is None:
                     layout = self._known[key] = Layout(
-                        shape=tuple(held.tensor.shape),
+                        shape=held.shape,
                         dtype=held.tensor.dtype,
-                        region=self._region(name, held.tensor, local),
+                        region=(
+                            self._region(name, held.tensor, local)
+                            if held.start is None
+                            else Region.span(held.start, local.numel())
+                        ),
                         memory=Region(0, tuple(local.shape), local.stride()),
                     )
                 found[name] = (local.detach(), layout)
