@@ -1,6 +1,7 @@
-"""A connected Unix socket to a process of the same user, for transports on one host. Linux only.
+"""A connected socket to another process: Unix on one host, TCP between hosts. Linux only.
 
-A peer that dies is heard through its socket, and through a pidfd where a forked child still holds that socket open.
+A peer that dies is heard through its socket, and on one host through a pidfd where a forked child still holds that
+socket open. A host that vanishes is missed by TCP itself, after about `_VANISHED_S` seconds.
 """
 
 import math
@@ -17,8 +18,10 @@ from wsync.errors import PeerError, ProtocolError
 from wsync.wire import FrameReader, send_frame
 
 MAX_BYTES = 1 << 20
-"""Longest frame on these sockets, in bytes: a failure with its traceback."""
+"""Longest frame on these sockets, in bytes, unless the caller says more: a failure with its traceback."""
 
+_VANISHED_S = 15
+_PROBES = 3
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
@@ -31,14 +34,24 @@ class Link:
         peer: who is on the other side, for messages.
     """
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
-        pid, _ = credentials(sock)
-        self.peer = f"{peer} (pid {pid})"
+    def __init__(self, sock: socket.socket, peer: str, max_bytes: int = MAX_BYTES) -> None:
+        """Take a connected socket. `max_bytes` bounds the frames that are received."""
+        pid = 0
+        if sock.family == socket.AF_UNIX:
+            pid, _ = credentials(sock)
+            self.peer = f"{peer} (pid {pid})"
+        else:
+            self.peer = f"{peer} at {_keep_alive(sock, peer)}"
         self._sock = sock
-        self._reader = FrameReader(sock, MAX_BYTES, peer=self.peer)
+        self._reader = FrameReader(sock, max_bytes, peer=self.peer)
         self._sending = threading.Lock()
         self._pidfd = _open_pidfd(pid)
         self._pid_here = os.getpid()
+
+    @property
+    def host(self) -> str:
+        """The address of this end, without its port; for TCP only."""
+        return str(self._sock.getsockname()[0])
 
     def filenos(self) -> list[int]:
         """Descriptors that become readable when there is something to `receive`."""
@@ -102,6 +115,26 @@ def wait_any(filenos: Iterable[int], deadline: Deadline, waiting_for: str) -> No
     filenos = list(filenos)
     while not ready(filenos, deadline.remaining(waiting_for)):
         pass
+
+
+def address_of(name: Sequence[object]) -> str:
+    """ "host:port" of a socket name, with brackets around an IPv6 address."""
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in str(host) else f"{host}:{port}"
+
+
+def _keep_alive(sock: socket.socket, peer: str) -> str:
+    """Small frames go out at once; a host that vanished is noticed. Returns the address of the other end."""
+    try:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _VANISHED_S // _PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _VANISHED_S // _PROBES)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES - 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _VANISHED_S * 1000)
+        return address_of(sock.getpeername())
+    except OSError as error:
+        raise PeerError(f"lost the connection to {peer}: {error.strerror or error}") from error
 
 
 def _open_pidfd(pid: int) -> int | None:

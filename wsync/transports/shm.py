@@ -22,7 +22,7 @@ from wsync.plan import Bucket, Plan
 from wsync.protocols import Ticket
 from wsync.topology import Topology
 from wsync.transports.link import Link, wait_any
-from wsync.transports.listener import Listener, Welcome, connect
+from wsync.transports.listener import Listener, Welcome, connect, listen_here
 from wsync.transports.memfd import create_slots, open_slots
 from wsync.transports.ring import Ring, check_order, failed, failure_of
 
@@ -111,7 +111,8 @@ class ShmSender:
             self._listener.close()
             for link in self._links.values():
                 link.close()
-            os.close(self._welcome.fd)
+            if self._welcome.fd is not None:
+                os.close(self._welcome.fd)
             self._slots = ()
 
     def __del__(self) -> None:
@@ -229,6 +230,12 @@ class ShmTransport:
         for worker in topology.receivers:
             if worker.host != topology.sender.host:
                 return f"the trainer is {topology.sender}, a worker is {worker}: not one host"
+            if worker.network != topology.sender.network:
+                return (
+                    f"the trainer ({topology.sender}, network namespace {topology.sender.network}) and a worker "
+                    f"({worker}, network namespace {worker.network}) cannot reach each other's Unix sockets; run them "
+                    f"in one container, or give both containers the same network"
+                )
             if worker.device != "cpu":
                 return f"a worker is {worker}: its weights are not in host memory"
         return None
@@ -237,20 +244,24 @@ class ShmTransport:
         """See `wsync.Transport`."""
         fd, slots = create_slots(slot_bytes, num_slots)
         try:
-            listener = Listener(self.name, receivers, generation)
+            listener = Listener(*listen_here(self.name, generation), receivers)
         except BaseException:
             os.close(fd)
             raise
-        welcome = Welcome(fd=fd, slot_bytes=slot_bytes, num_slots=num_slots)
+        welcome = Welcome(facts=(slot_bytes, num_slots), fd=fd)
         return ShmSender(listener, Ring(slot_bytes, num_slots, receivers), welcome, slots)
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> ShmReceiver:
         """See `wsync.Transport`. Returns when the sender's `accept` has admitted it and its slots are mapped."""
         link, welcome = connect(ticket, index, deadline)
         try:
-            return ShmReceiver(link, open_slots(welcome.fd, welcome.slot_bytes, welcome.num_slots))
+            match welcome:
+                case Welcome(facts=(int(slot_bytes), int(num_slots)), fd=int(fd)):
+                    return ShmReceiver(link, open_slots(fd, slot_bytes, num_slots))
+            raise PeerError("the sender gave no shared memory")
         except BaseException:
             link.close()
             raise
         finally:
-            os.close(welcome.fd)
+            if welcome.fd is not None:
+                os.close(welcome.fd)
