@@ -22,7 +22,9 @@ from wsync.errors import (
 from wsync.plan import Bucket, Plan, TensorMeta, TensorSpec, merge_weight_chunks, split_weight_chunks
 from wsync.protocols import Engine, Loader, Manifest, Producer, Receiver, Sender, Ticket, Transport
 from wsync.regions import Region
+from wsync.remote import RemoteEngine
 from wsync.report import SyncReport
+from wsync.served import Served, serve
 from wsync.session import Session
 
 __all__ = [
@@ -42,7 +44,9 @@ __all__ = [
     "RankError",
     "Receiver",
     "Region",
+    "RemoteEngine",
     "Sender",
+    "Served",
     "Session",
     "SyncConfig",
     "SyncReport",
@@ -56,6 +60,7 @@ __all__ = [
     "WsyncError",
     "connect",
     "merge_weight_chunks",
+    "serve",
     "split_weight_chunks",
     "sync",
     "sync_async",

@@ -42,7 +42,8 @@ def dial(address: str, peer: str, deadline: Deadline) -> socket.socket:
         if not code and sock.getsockname() == sock.getpeername():
             code = errno.ECONNREFUSED  # the kernel picked the port that nobody listens at, and met itself
         if code:
-            raise PeerError(f"{peer} does not listen at {address}: {os.strerror(code)}")
+            refused = OSError(code, os.strerror(code))
+            raise PeerError(f"{peer} does not listen at {address}: {refused.strerror}") from refused
     except BaseException:
         sock.close()
         raise
