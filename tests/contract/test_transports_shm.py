@@ -20,14 +20,15 @@ from wsync.testing.actors import Actor, open_descriptors
 from wsync.testing.bench import BUCKET_BYTES, Bench, check_equal, expect
 from wsync.testing.samples import fill_slot, plan_of, tensor_zoo
 from wsync.transports import listener, memfd
-from wsync.transports.shm import ShmSender, ShmTransport
+from wsync.transports.shm import ShmTransport
+from wsync.transports.slots import SlotSender
 
 BENCH = Bench(make=ShmTransport, processes=True)
 TENSORS = tensor_zoo(1, 4 * BUCKET_BYTES)
 PLAN = plan_of(TENSORS, BUCKET_BYTES)
 
 
-def make_sender(receivers: int = 1) -> ShmSender:
+def make_sender(receivers: int = 1) -> SlotSender:
     return ShmTransport().sender(slot_bytes=PLAN.capacity, num_slots=2, receivers=receivers, generation=1)
 
 
@@ -40,7 +41,7 @@ def connected(sender: Sender) -> Receiver:
     return receiver
 
 
-def traces_of(sender: ShmSender) -> list[str]:
+def traces_of(sender: SlotSender) -> list[str]:
     """Names and mappings that the sender's resources have in the system now."""
     address = sender.ticket().address
     names = [line for line in Path("/proc/net/unix").read_text().splitlines() if address in line]

@@ -1,221 +1,16 @@
-"""Processes of one host: a ring of slots in sealed shared memory, mapped and pre-faulted once, reused over syncs.
-
-    sender --commit(number, bucket)--> every receiver      over one Unix socket each
-           <--release(number)---------
-           <--fail(message, traceback)
-
-Bytes are written once by the producer and read in place by every receiver. Frames are a few bytes, whatever a bucket
-holds. Death of either side shows on the socket at once; whoever is stopped is given up at the deadline.
-"""
+"""Processes of one host: slots in sealed shared memory, mapped and pre-faulted once, reused over syncs."""
 
 import os
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-
-import torch
 
 from wsync.deadline import Deadline
-from wsync.errors import ClosedError, PeerError, ProtocolError, UnsupportedError, WsyncError
-from wsync.plan import Bucket, Plan
+from wsync.errors import PeerError
 from wsync.protocols import Ticket
 from wsync.topology import Topology
-from wsync.transports.link import Link, wait_any
 from wsync.transports.listener import Listener, Welcome, connect, listen_here
 from wsync.transports.memfd import create_slots, open_slots
-from wsync.transports.ring import Ring, check_order, failed, failure_of
-
-_FRAME_TIMEOUT_S = 10.0
-_FAIL_TIMEOUT_S = 1.0
-
-
-class ShmSender:
-    """Meets `wsync.Sender`. `close` may be called from any thread, the rest from one at a time."""
-
-    by_reference = False
-
-    def __init__(self, listener: Listener, ring: Ring, welcome: Welcome, slots: Sequence[torch.Tensor]) -> None:
-        self._listener, self._ring, self._welcome, self._slots = listener, ring, welcome, slots
-        self._links: dict[int, Link] = {}
-        self._gone: dict[int, str] = {}
-        self._failure: tuple[int, str, str] | None = None
-        self._closed = False
-        self._using = threading.RLock()
-
-    @property
-    def held_bytes(self) -> int:
-        """See `wsync.Sender`."""
-        return sum(slot.nbytes for slot in self._slots)
-
-    def ticket(self) -> Ticket:
-        """See `wsync.Sender`."""
-        return self._listener.ticket
-
-    def accept(self, deadline: Deadline) -> None:
-        """See `wsync.Sender`."""
-        listener = self._listener
-        with self._using:
-            while True:
-                self._check(alive=self._links)
-                for index, link in listener.admit(self._welcome):
-                    self._links[index] = link
-                if not listener.absent:
-                    listener.close()
-                    return
-                refused = f" (turned away: {listener.refused})" if listener.refused else ""
-                waiting_for = f"receiver(s) {sorted(listener.absent)} to connect{refused}"
-                self._listen(deadline, waiting_for, listener.filenos())
-
-    def acquire(self, deadline: Deadline) -> torch.Tensor:
-        """See `wsync.Sender`."""
-        with self._using:
-            slot, count = self._ring.acquire()
-            self._hear()
-            self._wait(count, self._links, deadline)
-            self._ring.acquired()
-            return self._slots[slot]
-
-    def commit(self, bucket: Bucket) -> None:
-        """See `wsync.Sender`. Raises `PeerError` if a receiver is gone."""
-        with self._using:
-            self._check(alive=self._links)
-            frame = ("commit", self._ring.commit(bucket), bucket.index)
-            deadline = Deadline.after(_FRAME_TIMEOUT_S)
-            for index, link in self._links.items():
-                try:
-                    link.send(frame, deadline)
-                except PeerError as error:
-                    self._hear()  # its last words may lie unread
-                    self._gone.setdefault(index, str(error))
-            self._check(alive=self._links)
-
-    def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
-        """Not here: raises `UnsupportedError`."""
-        raise UnsupportedError("shm cannot hand tensors over: receivers see its slots only")
-
-    def drain(self, deadline: Deadline) -> None:
-        """See `wsync.Sender`."""
-        with self._using:
-            self._wait(self._ring.published, (), deadline)
-
-    def close(self) -> None:
-        """See `wsync.Sender`. Slots that are still referenced stay mapped until they are dropped."""
-        if self._closed:
-            return
-        self._closed = True
-        self._listener.shutdown()
-        for link in list(self._links.values()):
-            link.shutdown()
-        with self._using:
-            self._listener.close()
-            for link in self._links.values():
-                link.close()
-            if self._welcome.fd is not None:
-                os.close(self._welcome.fd)
-            self._slots = ()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _wait(self, count: int, alive: Sequence[int] | dict[int, Link], deadline: Deadline) -> None:
-        while True:
-            behind = self._ring.behind(count)
-            self._check(alive=[*alive, *behind])
-            if not behind:
-                return
-            self._listen(deadline, f"receiver(s) {behind} to release a slot")
-
-    def _listen(self, deadline: Deadline, waiting_for: str, more: Sequence[int] = ()) -> None:
-        """Wait until any receiver says something or leaves, and take it in."""
-        filenos = [fd for index, link in self._links.items() if index not in self._gone for fd in link.filenos()]
-        wait_any([*filenos, *more], deadline, waiting_for)
-        self._hear()
-
-    def _hear(self) -> None:
-        """Take in what receivers have said, without waiting."""
-        for index, link in self._links.items():
-            try:
-                while not self._closed and index not in self._gone and (frame := link.receive()) is not None:
-                    self._take(index, frame)
-            except (PeerError, ProtocolError) as error:
-                self._gone[index] = str(error)
-
-    def _take(self, index: int, frame: tuple[object, ...]) -> None:
-        match frame:
-            case ("release", int(sequence)):
-                self._ring.release(index, sequence)
-            case ("fail", str(message), str(trace)):
-                self._failure = self._failure or (index, message, trace)
-            case _:
-                raise ProtocolError(f"receiver {index} sent an unknown frame {str(frame[0])[:20]!r}")
-
-    def _check(self, alive: Sequence[int] | dict[int, Link]) -> None:
-        if self._closed:
-            raise ClosedError("this sender was closed")
-        if self._failure is not None:
-            raise failed(*self._failure)
-        gone = [self._gone[index] for index in sorted(set(alive).intersection(self._gone))]
-        if gone:
-            raise PeerError("; ".join(gone))
-
-
-class ShmReceiver:
-    """Meets `wsync.Receiver`. `fail` and `close` may be called from any thread, also while `buckets` waits."""
-
-    def __init__(self, link: Link, slots: Sequence[torch.Tensor]) -> None:
-        self._link, self._slots = link, slots
-        self._next = 0
-        self._closed = False
-        self._using = threading.RLock()
-
-    def buckets(self, plan: Plan, deadline: Deadline) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
-        """See `wsync.Receiver`. Every receiver of a sender maps the same memory: read the tensors only."""
-        for bucket in plan.buckets:
-            yield bucket, self._receive(bucket, deadline.restart())
-            self._release(deadline.restart())
-
-    def fail(self, message: str) -> None:
-        """See `wsync.Receiver`."""
-        with suppress(WsyncError):
-            self._link.send(("fail", *failure_of(message)), Deadline.after(_FAIL_TIMEOUT_S))
-
-    def close(self) -> None:
-        """See `wsync.Receiver`. Tensors that are still referenced stay mapped until they are dropped."""
-        if self._closed:
-            return
-        self._closed = True
-        self._link.shutdown()
-        with self._using:
-            self._link.close()
-            self._slots = ()
-
-    def __del__(self) -> None:
-        self.close()
-
-    def _receive(self, bucket: Bucket, deadline: Deadline) -> tuple[torch.Tensor, ...]:
-        with self._using:
-            while True:
-                if self._closed:
-                    raise ClosedError("this receiver was closed")
-                frame = self._link.receive()
-                if frame is not None:
-                    break
-                wait_any(self._link.filenos(), deadline, f"the sender to commit bucket {bucket.index}")
-            match frame:
-                case ("commit", sequence, index):
-                    check_order(sequence, index, self._next, bucket, self._slots[0].numel())
-                case _:
-                    raise ProtocolError(f"the sender sent an unknown frame {str(frame[0])[:20]!r}")
-            slot = self._slots[self._next % len(self._slots)]
-        return tuple(meta.view(slot) for meta in bucket.tensors)
-
-    def _release(self, deadline: Deadline) -> None:
-        with self._using:
-            if self._closed:
-                raise ClosedError("this receiver was closed")
-            self._link.send(("release", self._next), deadline)
-            self._next += 1
+from wsync.transports.ring import Ring
+from wsync.transports.slots import SlotMemory, SlotReceiver, SlotSender
 
 
 class ShmTransport:
@@ -240,7 +35,7 @@ class ShmTransport:
                 return f"a worker is {worker}: its weights are not in host memory"
         return None
 
-    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> ShmSender:
+    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> SlotSender:
         """See `wsync.Transport`."""
         fd, slots = create_slots(slot_bytes, num_slots)
         try:
@@ -249,15 +44,15 @@ class ShmTransport:
             os.close(fd)
             raise
         welcome = Welcome(facts=(slot_bytes, num_slots), fd=fd)
-        return ShmSender(listener, Ring(slot_bytes, num_slots, receivers), welcome, slots)
+        return SlotSender(listener, Ring(slot_bytes, num_slots, receivers), welcome, SlotMemory(slots))
 
-    def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> ShmReceiver:
+    def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> SlotReceiver:
         """See `wsync.Transport`. Returns when the sender's `accept` has admitted it and its slots are mapped."""
         link, welcome = connect(ticket, index, deadline)
         try:
             match welcome:
                 case Welcome(facts=(int(slot_bytes), int(num_slots)), fd=int(fd)):
-                    return ShmReceiver(link, open_slots(fd, slot_bytes, num_slots))
+                    return SlotReceiver(link, SlotMemory(open_slots(fd, slot_bytes, num_slots)))
             raise PeerError("the sender gave no shared memory")
         except BaseException:
             link.close()

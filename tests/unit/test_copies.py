@@ -1,0 +1,117 @@
+"""Tables of copies against torch's own copies of views: same bytes, wherever the memories lie."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wsync.copies import Copies, Pair, Place
+from wsync.regions import Region
+from wsync.strided import memory_view
+from wsync.tiles import MIN_RUN_BYTES, TILE, Kind, Table, tables
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+CASTS = frozenset((a, b) for a in FLOATS for b in FLOATS if a != b)
+MEMORY_BYTES = 1 << 17
+
+
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@st.composite
+def pairs(draw: st.DrawFn) -> Pair:
+    """A box of one matrix into a box of another, at any offset, of any two dtypes."""
+    source_type, target_type = draw(st.sampled_from([*FLOATS, torch.int8])), draw(st.sampled_from(FLOATS))
+    if source_type == torch.int8:
+        target_type = torch.int8
+    rows, columns = draw(st.integers(0, 5)), draw(st.integers(0, 1500))
+    places = []
+    for dtype in (source_type, target_type):
+        width = columns + draw(st.integers(0, 3))
+        offset = draw(st.integers(0, 40))
+        region = Region(offset, (rows, columns), (width, 1))
+        places.append(Place(memory=draw(st.integers(0, 1)), dtype=dtype, region=region))
+    return places[0], places[1]
+
+
+def replay(found: dict[Kind, Table], sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    """What the kernel does, row by row."""
+    for kind, table in found.items():
+        for source, start, target, place, count in table.tolist():
+            assert 0 < count <= TILE
+            taken = sources[source].view(torch.uint8)[start : start + count * kind.source.itemsize]
+            given_to = targets[target].view(torch.uint8)[place : place + count * kind.target.itemsize]
+            given_to.copy_(taken.clone().view(kind.source).to(kind.target).view(torch.uint8))
+
+
+@given(pairs(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 99))
+def test_rows_are_the_copy(pair: Pair, alignment: int, seed: int) -> None:
+    sources = [torch.randint(0, 120, (MEMORY_BYTES,), dtype=torch.uint8, generator=rng(seed)) for _ in range(2)]
+    targets = [torch.randint(0, 120, (MEMORY_BYTES,), dtype=torch.uint8, generator=rng(seed + 1)) for _ in range(2)]
+    expected = [memory.clone() for memory in targets]
+    Copies([pair]).run(sources, expected)
+    found, others = tables([pair], CASTS, alignment)
+    replay(dict(found), sources, targets)
+    if others:
+        assert pair[0].region.sizes[-1] * pair[1].dtype.itemsize < MIN_RUN_BYTES
+        Copies(others).run(sources, targets)
+    for got, wanted in zip(targets, expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert all(kind.source.itemsize <= alignment for kind in found if kind.source == kind.target)
+
+
+def test_a_large_tensor_is_cut_into_tiles_of_words() -> None:
+    whole = Region.whole((3 * TILE + 5, 4))
+    pair = (
+        Place(memory=0, dtype=torch.bfloat16, region=whole),
+        Place(memory=0, dtype=torch.bfloat16, region=whole.translate(8)),
+    )
+    found, others = tables([pair], CASTS, 16)
+    assert not others
+    [(kind, table)] = found.items()
+    assert kind == Kind(torch.int64, torch.int64, True)
+    assert table[:, 4].tolist() == [TILE, TILE, TILE, 5]
+    assert np.array_equal(table[:, 3] - table[:, 1], np.full(4, 16))
+
+
+def test_dtypes_that_the_kernel_does_not_convert_are_left_to_torch() -> None:
+    pair = (
+        Place(memory=0, dtype=torch.float32, region=Region.span(0, 4096)),
+        Place(memory=0, dtype=torch.float8_e4m3fn, region=Region.span(0, 4096)),
+    )
+    found, others = tables([pair], CASTS, 16)
+    assert not found
+    assert list(others) == [pair]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu() -> None:
+    for source_type, target_type, offset in itertools.product(FLOATS, FLOATS, (0, 1, 3)):
+        check_on_a_gpu(source_type, target_type, offset)
+
+
+def check_on_a_gpu(source_type: torch.dtype, target_type: torch.dtype, offset: int) -> None:
+    device = torch.device("cuda")
+    bits = torch.randint(-(2**31), 2**31 - 1, (1 << 20,), dtype=torch.int32, device=device)
+    source = bits.view(source_type)[offset:]
+    made, at, to = [], 0, 0
+    for rows, columns in [(3, 5000), (1, 4096 * 3 + 7), (200, 130), (700, 3), (0, 9)]:
+        taken = Region(at, (rows, columns), (columns + offset, 1))
+        put = Region(to, (rows, columns), (columns + 1, 1))
+        made.append((Place(memory=0, dtype=source_type, region=taken), Place(memory=0, dtype=target_type, region=put)))
+        at, to = at + rows * (columns + offset), to + rows * (columns + 1)
+    copies = Copies(made)
+    for _ in range(3):  # every time somewhere else
+        target = torch.zeros(to + 8, dtype=target_type, device=device)
+        copies.run([source], [target])
+        for one, other in made:
+            wanted = memory_view(source, one.region).to(target_type)
+            got = memory_view(target, other.region).contiguous()
+            assert torch.equal(got.view(torch.uint8), wanted.contiguous().view(torch.uint8))
+        source = source.clone()

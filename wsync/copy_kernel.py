@@ -1,0 +1,104 @@
+"""Tables of copies on a GPU, one launch for each kind, with the cast inside. Needs Triton, as CUDA builds of torch do.
+
+Rows name memories, not addresses: when a tensor has moved, the list of addresses is sent anew and the tables stay.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from wsync.copies import Pair, copy_views
+from wsync.tiles import TILE, Kind, tables
+
+_WARPS = 8
+_ALIGNMENT_BYTES = 16
+
+_TYPES: dict[torch.dtype, Any] = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int64: tl.int64,
+    torch.int32: tl.int32,
+    torch.int16: tl.int16,
+    torch.uint8: tl.uint8,
+}
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+CASTS = frozenset((source, target) for source in _FLOATS for target in _FLOATS if source != target)
+"""What the kernel converts: to the nearest, ties to even, as torch does."""
+
+
+class Launches:
+    """The copies of one list on one device."""
+
+    def __init__(self, pairs: Sequence[Pair], device: torch.device) -> None:
+        self._pairs, self._device = pairs, device
+        self._others: Sequence[Pair] = ()
+        self._tables: Mapping[Kind, torch.Tensor] = {}
+        self._addresses: tuple[int, ...] = ()
+        self._lists: Sequence[torch.Tensor] = ()
+        self._alignment = 0
+
+    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Launch on the current stream. Tensors must be on the device of this object."""
+        addresses = tuple(tensor.data_ptr() for group in (sources, targets) for tensor in group)
+        if addresses != self._addresses:
+            self._move(addresses, len(sources))
+        with torch.cuda.device(self._device):
+            for kind, table in self._tables.items():
+                _launch(kind, table, self._lists)
+        if self._others:
+            copy_views(self._others, sources, targets)
+
+    def _move(self, addresses: tuple[int, ...], num_sources: int) -> None:
+        """Send the addresses to the device, and tables of other words if the memories are less aligned than before."""
+        alignment = math.gcd(_ALIGNMENT_BYTES, *addresses)
+        if self._alignment == 0 or alignment < self._alignment:
+            found, self._others = tables(self._pairs, CASTS, alignment)
+            self._tables = {kind: torch.from_numpy(table).to(self._device) for kind, table in found.items()}
+            self._alignment = alignment
+        both = torch.from_numpy(np.array(addresses, np.int64)).to(self._device)
+        self._lists = both[:num_sources], both[num_sources:]
+        self._addresses = addresses
+
+
+def _launch(kind: Kind, table: torch.Tensor, lists: Sequence[torch.Tensor]) -> None:
+    _tiles[(len(table),)](
+        table,
+        *lists,
+        source_type=_TYPES[kind.source],
+        target_type=_TYPES[kind.target],
+        aligned=kind.aligned,
+        tile=TILE,
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _tiles(  # type: ignore[no-untyped-def]
+    table,
+    sources,
+    targets,
+    source_type: tl.constexpr,
+    target_type: tl.constexpr,
+    aligned: tl.constexpr,
+    tile: tl.constexpr,
+):
+    row = table + tl.program_id(0).to(tl.int64) * 5
+    source = (tl.load(sources + tl.load(row)) + tl.load(row + 1)).to(tl.pointer_type(source_type))
+    target = (tl.load(targets + tl.load(row + 2)) + tl.load(row + 3)).to(tl.pointer_type(target_type))
+    if aligned:  # lets the compiler load 16 bytes at a time
+        source = tl.multiple_of(source, 16)
+        target = tl.multiple_of(target, 16)
+    count = tl.load(row + 4)
+    at = tl.arange(0, tile)
+    if count == tile:
+        tl.store(target + at, tl.load(source + at).to(target_type))
+    else:
+        tl.store(target + at, tl.load(source + at, mask=at < count).to(target_type), mask=at < count)
