@@ -104,7 +104,7 @@ def _gather(me: Rank, actor: nn.Module, senders: Sequence[int]) -> Way:
     def gather() -> None:
         producer.open()
         for bucket in plan.buckets:
-            producer.stage(bucket)
+            producer.stage(bucket, slots[bucket.index % 2] if slots else None)
             group.agree("bucket", None, Deadline.after(TIMEOUT_S))
             producer.fill(bucket, slots[bucket.index % 2] if slots else None)
         producer.close()

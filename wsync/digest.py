@@ -28,7 +28,7 @@ _MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 def word_bytes(spec: TensorSpec) -> int:
     """Bytes of a word for this tensor: the largest of 8, 4, 2, 1 such that no word lies in two owners' parts.
 
-    `spec.dtype` is the wire dtype. Both sides must use the same `spec`, owners included.
+    `spec.dtype` is the wire dtype. Workers know no owners: what comes out goes into the plan, as `spec.word_bytes`.
     """
     unit = math.gcd(8, spec.nbytes)
     for owner in spec.owners:
@@ -42,7 +42,7 @@ def digest(data: torch.Tensor, *, word_bytes: int, first_word: int = 0) -> int:
 
     Args:
         data: any shape and dtype; only its bytes count. On any device; waits for it.
-        word_bytes: what `word_bytes` says for the tensor.
+        word_bytes: that of the tensor's spec.
         first_word: bytes of the full tensor before `data`, divided by `word_bytes`.
 
     Raises `ValueError` if `data` is not a number of whole words.
@@ -57,7 +57,7 @@ def digest_part(data: torch.Tensor, region: Region, *, word_bytes: int) -> int:
     Args:
         data: the part's elements in the wire dtype, in the order of `region`; any shape, any device.
         region: the part, in elements of the full tensor.
-        word_bytes: what `word_bytes` says for the tensor.
+        word_bytes: that of the tensor's spec.
 
     Raises `ValueError` if sizes differ, or if a run of the part is not a number of whole words at a word's place.
     """

@@ -20,12 +20,12 @@ from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout, WsyncError
 from wsync.plan import Plan, TensorSpec
-from wsync.protocols import Manifest, Ticket
+from wsync.protocols import Loaded, Manifest, Ticket
 from wsync.topology import Endpoint
 
 SLEEP_TAGS = ("weights", "kv_cache")
 
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 """Longest wait, in seconds, of calls that come without a deadline, before any came with one."""
 
 _READ_BYTES = 32 << 20
@@ -35,7 +35,8 @@ _READ_BYTES = 32 << 20
 class WorkerEngine(ABC):
     """An engine whose workers answer `call(method, payload)`, each through a `wsync.worker.Worker`.
 
-    An adapter implements the abstract methods; every rule about order and state lives here, before any call.
+    An adapter implements the abstract methods; every rule about order and state lives here, before any call. Each of
+    them that waits raises `SyncTimeout` at its deadline.
     """
 
     name: str
@@ -77,19 +78,19 @@ class WorkerEngine(ABC):
         """
 
     @abstractmethod
-    def on_resume(self) -> None:
+    def on_resume(self, deadline: Deadline) -> None:
         """Go on with what was frozen. New work is taken when this returns."""
 
     @abstractmethod
-    def on_reset_cache(self) -> None:
+    def on_reset_cache(self, deadline: Deadline) -> None:
         """Forget every cached prefix. Raises `EngineStateError` if the engine kept any."""
 
     @abstractmethod
-    def on_sleep(self, level: int) -> None:
+    def on_sleep(self, level: int, deadline: Deadline) -> None:
         """Release memory. If this raises, none was released; after `SyncTimeout` it may be."""
 
     @abstractmethod
-    def on_wake_up(self, tags: Sequence[str]) -> None:
+    def on_wake_up(self, tags: Sequence[str], deadline: Deadline) -> None:
         """Take memory back for `tags`, all of which are asleep."""
 
     # The Engine protocol.
@@ -161,11 +162,12 @@ class WorkerEngine(ABC):
         self.guard(self._reason_not_to_serve())
         self._update = Background(f"{self.name} to load version {version}", lambda: self._ask("update", message, None))
 
-    def join(self, deadline: Deadline) -> Sequence[Mapping[str, int]]:
-        """Wait until every worker has loaded all of it; with `digest`, each worker's {tensor: digest}."""
+    def join(self, deadline: Deadline) -> Sequence[Loaded]:
+        """Wait until every worker has loaded all of it, and hear what each one says."""
         if self._update is None:
             raise EngineStateError(f"{self.name}: join without begin")
-        return [cast("Mapping[str, int]", reply["digests"]) for reply in self._update.result(deadline)]
+        replies = self._update.result(deadline)
+        return [Loaded(digests=reply["digests"], seconds=reply["seconds"]) for reply in replies]
 
     def finish(self, version: int, attempt: str, deadline: Deadline) -> None:
         """Publish: caches are dropped, then every worker takes `version`.
@@ -177,7 +179,7 @@ class WorkerEngine(ABC):
         if not self._update.done:
             raise EngineStateError(f"{self.name}: attempt {attempt} still runs; join it before finish")
         try:
-            self.on_reset_cache()
+            self.on_reset_cache(deadline)
             self._newest = version  # whatever comes of it: some worker may take it
             self._ask("publish", {"version": version, "attempt": attempt}, deadline)
         except Exception as error:
@@ -254,7 +256,7 @@ class WorkerEngine(ABC):
         before, self._asleep, self._void = self._void, set(SLEEP_TAGS), self._void or level == 2
         self.guard(self._reason_not_to_serve())  # before the memory goes
         try:
-            self.on_sleep(level)
+            self.on_sleep(level, self._patience())
         except SyncTimeout:
             raise  # it may fall asleep yet: it counts as asleep
         except BaseException:
@@ -272,7 +274,7 @@ class WorkerEngine(ABC):
         waking = [tag for tag in SLEEP_TAGS if tag in wanted & self._asleep]
         if not waking:
             return
-        self.on_wake_up(waking)
+        self.on_wake_up(waking, self._patience())
         self._asleep -= set(waking)
         self.guard(self._reason_not_to_serve())
         if self._resume_at_wake and not self._asleep:
@@ -330,7 +332,7 @@ class WorkerEngine(ABC):
         return None
 
     def _go_on(self) -> None:
-        self.on_resume()
+        self.on_resume(self._patience())
         self._paused = False
         self.guard(self._reason_not_to_serve())
 

@@ -10,6 +10,7 @@ import torch
 
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
+from wsync.digest import word_bytes
 from wsync.errors import ConfigError, MismatchError, first_five
 from wsync.group import Group
 from wsync.plan import Plan, TensorSpec
@@ -71,6 +72,8 @@ def connect_ranks(
     specs = merge_specs([greeting["specs"] for greeting in greetings])
     replicas, spread = _describe_all(specs, engines, group, config)
     wanted = negotiate(specs, replicas, config.dtype)
+    if config.verify == "digest":
+        wanted = tuple(replace(spec, word_bytes=word_bytes(spec)) for spec in wanted)
     plan = Plan.pack(wanted, config.bucket_bytes)
     senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
     patience = Deadline.beyond(config.timeout_s)

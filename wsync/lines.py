@@ -35,6 +35,7 @@ def open_lines(
     Raises what an engine's `attach` or the transport raises; then nothing is left open.
     """
     lines: list[Line] = []
+    plan = plan.without_owners()
     deadline = Deadline.after(config.timeout_s)
     try:
         for name in dict.fromkeys(choice.transport.name for choice in choices):

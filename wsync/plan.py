@@ -10,12 +10,10 @@ bytes, so any dtype may follow any other. A tensor larger than a bucket is cut i
 whole buckets. Empty tensors take part with zero bytes.
 """
 
-import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -57,6 +55,9 @@ class TensorSpec:
 
     optional: bool = False
     """A non-persistent buffer: sent if the engine takes it, left out otherwise."""
+
+    word_bytes: int = 1
+    """Bytes of a word of the tensor's digest, the same on both sides; see `wsync.digest`. 1 fits however it is cut."""
 
     @property
     def numel(self) -> int:
@@ -184,14 +185,9 @@ class Plan:
         except KeyError:
             raise MismatchError(f"no tensor is called {name!r}; the plan has {len(self.specs)} tensors") from None
 
-    def fingerprint(self) -> str:
-        """SHA-256, in hex, of names, shapes, dtypes and places. Equal for equal layouts, whoever owns the parts."""
-        rows = [
-            [bucket.index, meta.name, meta.shape, str(meta.dtype), meta.offset, meta.chunk_offset, meta.chunk_nbytes]
-            for bucket in self.buckets
-            for meta in bucket.tensors
-        ]
-        return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+    def without_owners(self) -> "Plan":
+        """The same layout for engine workers, whom it need not concern which trainer rank holds what."""
+        return replace(self, specs=tuple(replace(spec, owners=()) for spec in self.specs))
 
 
 def split_weight_chunks(

@@ -64,6 +64,17 @@ class Manifest:
     """How the plan was checked against the launch weights, or why it could not be."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What one engine worker says once it has loaded everything."""
+
+    digests: Mapping[str, int]
+    """Tensor -> its digest; empty if none were asked for."""
+
+    seconds: Mapping[str, float]
+    """Where the worker's time went: "wait" for buckets, "load", "finish" (the engine's post-load processing)."""
+
+
 @runtime_checkable
 class Producer(Protocol):
     """The trainer side of the data path, on one trainer rank.
@@ -95,19 +106,23 @@ class Producer(Protocol):
     def references(self, bucket: Bucket) -> Sequence[torch.Tensor] | None:
         """The bucket's tensors where they lie, one per `bucket.tensors`, if each lies whole in this process.
 
-        They may have the trainer's dtype instead of the wire dtype. None: only `fill` can serve this bucket. The
-        answer (None or not) is the same on every rank.
+        A chunk is its elements, 1-D. They may have the trainer's dtype instead of the wire dtype. None: only `fill`
+        can serve this bucket. The answer (None or not) is the same on every rank.
         """
         ...
 
-    def stage(self, bucket: Bucket) -> None:
-        """Cast and pack what this rank contributes to `bucket`. Local, may fail: peers are not yet waiting."""
+    def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
+        """Do everything local for `bucket` that may fail: peers are not yet waiting.
+
+        Casts and copies this rank's own parts into `slot` (uint8, at least `bucket.nbytes`; None where not sending),
+        and packs what other ranks need.
+        """
         ...
 
     def fill(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
-        """*Collective.* Put the staged bucket into `slot` (uint8, at least `bucket.nbytes`); None where not sending.
+        """*Collective.* Bring the other ranks' parts into the `slot` that `stage` was given. Transfers only.
 
-        Uses wsync's own group only. When it returns, the bytes are in `slot`.
+        Uses wsync's own group only. When it returns, all bytes of the bucket are in `slot`.
         """
         ...
 
@@ -119,7 +134,10 @@ class Producer(Protocol):
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """*Collective, lazy.* Each (engine-side name, full tensor in the trainer's dtype); every rank must drain it."""
+        """*Collective, lazy.* Each (engine-side name, full tensor in the trainer's dtype); every rank must drain it.
+
+        Between `open` and `close` only. Raises `ProtocolError` at the call if the producer is not open.
+        """
         ...
 
     def close(self) -> None:
@@ -235,8 +253,8 @@ class Loader(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """The engine's own loader, in place. Called with meta tensors in the dry run, with real ones in a sync.
 
-        In a sync it is called at most once, with a lazy iterable of tensors that are the callee's own: it may edit
-        and keep them.
+        In a sync it is called at most once, with a lazy iterable of tensors that are the callee's own, none of them a
+        view of a slot: it may edit and keep them without a copy.
         """
         ...
 
@@ -290,7 +308,10 @@ class Engine(Protocol):
         ...
 
     def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
-        """Give every worker the plan and its receiver: worker i connects as `first_index + i`. Once per sender."""
+        """Give every worker the plan and its receiver: worker i connects as `first_index + i`. Once per sender.
+
+        The plan has no owners: they are the trainer's business.
+        """
         ...
 
     @property
@@ -305,8 +326,8 @@ class Engine(Protocol):
         """
         ...
 
-    def join(self, deadline: Deadline) -> Sequence[Mapping[str, int]]:
-        """Wait until every worker has loaded all of it; with `digest`, each worker's {tensor: digest}.
+    def join(self, deadline: Deadline) -> Sequence[Loaded]:
+        """Wait until every worker has loaded all of it, and hear what each one says.
 
         Raises `PeerError` with the worker's traceback, `SyncTimeout`. State after an error: torn.
         """
@@ -335,11 +356,17 @@ class Engine(Protocol):
         ...
 
     def sleep(self, level: int = 2) -> None:
-        """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them."""
+        """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them.
+
+        Raises `SyncTimeout` if the engine does not answer; then it counts as asleep.
+        """
         ...
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back by tag, `weights` before `kv_cache`. After level 2 only a full sync makes it serve."""
+        """Take memory back by tag, `weights` before `kv_cache`. After level 2 only a full sync makes it serve.
+
+        Raises `SyncTimeout` if the engine does not answer; then it still counts as asleep.
+        """
         ...
 
     def close(self, address: str | None = None) -> None:

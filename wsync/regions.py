@@ -225,11 +225,6 @@ def uncovered(parts: Iterable[Region], numel: int) -> tuple[Region, ...]:
     return compress(reached[gaps > 0], gaps[gaps > 0])
 
 
-def union_covers(parts: Iterable[Region], shape: Sequence[int]) -> bool:
-    """True if the parts together hold every element of a row-major tensor of `shape`. Raises as `uncovered`."""
-    return not uncovered(parts, math.prod(shape))
-
-
 def _between(spans: Iterable[tuple[int, int]], numel: int) -> tuple[Region, ...]:
     """`uncovered` for `(start, count)` in ascending order. Models have thousands of tensors of a few spans each."""
     gaps, reached = [], 0

@@ -37,7 +37,12 @@ class SyncReport:
     """Transports used by this rank, or "none" on a rank that sends nothing."""
 
     stages: Mapping[str, float]
-    """Seconds by stage, in the order in which they ran first; nested stages are not counted twice."""
+    """Seconds by stage, in the order in which they ran first; nested stages are not counted twice.
+
+    "worker wait", "worker load" and "worker finish" come last, where this rank owns engines: what the slowest of their
+    workers spent waiting for buckets, loading, and in the engine's post-load processing. Workers run beside the other
+    stages, so that these three are no part of their sum.
+    """
 
     peak_bytes: int
     """Memory that wsync itself held on this rank: slots and staging."""
@@ -60,8 +65,8 @@ class SyncReport:
             f"in {self.seconds * 1e3:.1f} ms ({self.gb_per_s:.2f} GB/s)"
         )
         rows = [("paused", self.pause_seconds), ("control", self.control_seconds), *self.stages.items()]
-        table = [f"  {name:<12}{seconds * 1e3:>10.1f} ms" for name, seconds in rows]
-        return "\n".join([head, *table, f"  {'held':<12}{self.peak_bytes / MIB:>10.1f} MiB"])
+        table = [f"  {name:<14}{seconds * 1e3:>10.1f} ms" for name, seconds in rows]
+        return "\n".join([head, *table, f"  {'held':<14}{self.peak_bytes / MIB:>10.1f} MiB"])
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from types import TracebackType
 from typing import Any, cast
 
@@ -28,7 +29,7 @@ from wsync.group import Group
 from wsync.handshake import Agreement, connect_ranks
 from wsync.lines import Line, open_lines
 from wsync.plan import Bucket
-from wsync.protocols import Engine, Producer, Transport
+from wsync.protocols import Engine, Loaded, Producer, Transport
 from wsync.report import Stopwatch, SyncReport
 
 
@@ -200,11 +201,14 @@ class Session:
             results = group.local("load", self._join, self._patience())
         if self.config.verify == "digest":
             with watch.stage("digest"):
-                self._compare_digests(results)
+                self._compare_digests([[worker.digests for worker in workers] for workers in results])
         with watch.stage("finish"):
             group.local("finish", lambda: self._publish(version, attempt), self._patience())
             for engine in self.engines:
                 engine.resume()
+        for worker in chain.from_iterable(results):
+            for name, seconds in worker.seconds.items():
+                watch.stages[f"worker {name}"] = max(seconds, watch.stages.get(f"worker {name}", 0.0))
         return paused.seconds if self.engines else 0.0
 
     def _start_engines(self, version: int, attempt: str) -> None:
@@ -228,7 +232,7 @@ class Session:
                     slots = [ring.acquire(deadline) for ring in rings]
                 if gather:
                     with watch.stage("stage"):
-                        producer.stage(bucket)
+                        producer.stage(bucket, slots[0] if slots else None)
             except Exception as caught:
                 error = caught
         with watch.stage("go/stop"):
@@ -258,7 +262,7 @@ class Session:
             return error
         return None
 
-    def _join(self) -> list[Sequence[Mapping[str, int]]]:
+    def _join(self) -> list[Sequence[Loaded]]:
         deadline = self._deadline()
         return [engine.join(deadline) for engine in self.engines]
 

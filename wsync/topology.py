@@ -1,8 +1,11 @@
 """Where trainer ranks and engine workers sit, and which transport serves them."""
 
 import os
+import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
     from wsync.protocols import Transport
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NETWORK = Path("/proc/self/ns/net")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +27,15 @@ class Endpoint:
     host: str
     """Boot id of the kernel it runs on: equal only on the same machine."""
 
+    network: int
+    """Inode of its network namespace, 0 where the kernel has none. Containers of one host have their own."""
+
+    process: str
+    """Random and the process's own: containers may share a host and yet have equal pids."""
+
     pid: int
+    """For people, and for signals where it is known to be of the same namespace."""
+
     device: str
     """"cpu", or "cuda:<UUID>" of the device that holds its weights. Never an index."""
 
@@ -59,11 +71,26 @@ def local_endpoint(device: torch.device | str) -> Endpoint:
 
     Raises `UnsupportedError` where the kernel gives no boot id, or for a device that is neither CPU nor CUDA.
     """
+    network = 0
     try:
         host = _BOOT_ID.read_text().strip()
     except OSError as error:
         raise UnsupportedError(f"cannot tell this machine from others: {_BOOT_ID} is not readable ({error})") from error
-    return Endpoint(host=host, pid=os.getpid(), device=_device_name(torch.device(device)))
+    with suppress(OSError):
+        network = _NETWORK.stat().st_ino
+    return Endpoint(
+        host=host,
+        network=network,
+        process=_process(),
+        pid=os.getpid(),
+        device=_device_name(torch.device(device)),
+    )
+
+
+@cache
+def _process() -> str:
+    os.register_at_fork(after_in_child=_process.cache_clear)
+    return secrets.token_hex(16)
 
 
 def _device_name(device: torch.device) -> str:

@@ -97,15 +97,15 @@ def _schemas() -> tuple[_Schema, ...]:
 
     layout = {"name": _TEXT, "shape": _NATURALS, "dtype": _DTYPE_FIELD}
     position = {"offset": _NATURAL, "chunk_offset": _NATURAL, "chunk_nbytes": _NATURAL}
-    group = _Field((str, type(None)))
+    group, word = _Field((str, type(None))), _Field((int,), (1, 2, 4, 8).__contains__)
     return (
         _Schema(Region, offset=_NATURAL, sizes=_NATURALS, strides=_INTEGERS),
         _Schema(Owner, rank=_NATURAL, region=_Field((Region,))),
-        _Schema(TensorSpec, **layout, owners=_only(Owner), atomic_group=group, optional=_FLAG),
+        _Schema(TensorSpec, **layout, owners=_only(Owner), atomic_group=group, optional=_FLAG, word_bytes=word),
         _Schema(TensorMeta, **layout, **position),
         _Schema(Bucket, index=_NATURAL, tensors=_only(TensorMeta), nbytes=_NATURAL),
         _Schema(Plan, specs=_only(TensorSpec), buckets=_only(Bucket), bucket_bytes=_NATURAL),
-        _Schema(Endpoint, host=_TEXT, pid=_NATURAL, device=_TEXT),
+        _Schema(Endpoint, host=_TEXT, network=_NATURAL, process=_TEXT, pid=_NATURAL, device=_TEXT),
         _Schema(Topology, sender=_Field((Endpoint,)), receivers=_only(Endpoint)),
         _Schema(Ticket, transport=_TEXT, address=_TEXT, secret=_BYTES, generation=_NATURAL),
         _Schema(

@@ -5,7 +5,7 @@
     hello                                          engine, endpoint, version, state, reason
     describe  specs, void                          manifest
     attach    plan, ticket, first_index, timeout_s, void
-    update    version, attempt, timeout_s, digest  digests
+    update    version, attempt, timeout_s, digest  digests, seconds
     publish   version, attempt                     version
     abort     attempt                              state
     read      name, start, count                   dtype, shape, nbytes, data
@@ -21,7 +21,7 @@ import torch
 
 from wsync import registry, wire
 from wsync.deadline import Deadline
-from wsync.digest import digest, word_bytes
+from wsync.digest import digest
 from wsync.errors import EngineStateError, MismatchError, ProtocolError, first_five
 from wsync.loadplan import LoadPlan, Write
 from wsync.manifest import declared_dtypes, manifest
@@ -29,6 +29,7 @@ from wsync.plan import Bucket, Plan, TensorSpec, as_bytes
 from wsync.protocols import Loader, Manifest, Receiver, Ticket, Transport
 from wsync.record import record, writable
 from wsync.replay import Arrivals, Replay, Routine
+from wsync.report import Stopwatch
 from wsync.state import State, StateMachine
 from wsync.verify import check_launch_weights
 
@@ -191,24 +192,38 @@ class Worker:
 
     def _take(self, attachment: _Attachment, attempt: str, deadline: Deadline, digests: "_Digests | None") -> Message:
         """Load everything that arrives. Raises what goes wrong; the caller ends the attempt."""
-        loader = self._loader
-        loader.begin()
-        targets = loader.targets()
-        arrivals = self._arrivals(attachment, attempt, deadline, digests)
-        with writable(targets):
-            Replay(attachment.routine, targets).run(
-                arrivals, loader.load_weights, lambda: self._states.writing(attempt)
-            )
-        del targets
-        loader.finish()
+        loader, watch = self._loader, Stopwatch()
+        with watch.stage("load"):
+            loader.begin()
+            targets = loader.targets()
+            arrivals = self._arrivals(attachment, attempt, deadline, digests, watch)
+            with writable(targets):
+                Replay(attachment.routine, targets).run(
+                    arrivals, loader.load_weights, lambda: self._states.writing(attempt)
+                )
+            del targets
+        with watch.stage("finish"):
+            loader.finish()
         self._states.loaded(attempt)
-        return {"digests": digests.values if digests is not None else {}}
+        load, wait = watch.stages["load"], watch.stages["wait"]
+        seconds = {"wait": wait, "load": load - wait, "finish": watch.stages["finish"]}
+        return {"digests": digests.values if digests is not None else {}, "seconds": seconds}
 
     def _arrivals(
-        self, attachment: _Attachment, attempt: str, deadline: Deadline, digests: "_Digests | None"
+        self,
+        attachment: _Attachment,
+        attempt: str,
+        deadline: Deadline,
+        digests: "_Digests | None",
+        watch: Stopwatch,
     ) -> Arrivals:
         """Buckets as they come, each one only while the attempt is under way."""
-        for item in attachment.receiver.buckets(attachment.plan, deadline):
+        buckets = iter(attachment.receiver.buckets(attachment.plan, deadline))
+        while True:
+            with watch.stage("wait"):
+                item = next(buckets, None)
+            if item is None:
+                return
             self._states.check(attempt)
             if digests is not None:
                 digests.add(*item)
@@ -261,6 +276,6 @@ class _Digests:
     def add(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
         """Count one bucket in."""
         for meta, tensor in zip(bucket.tensors, tensors, strict=True):
-            unit = word_bytes(self._plan.spec(meta.name))
+            unit = self._plan.spec(meta.name).word_bytes
             share = digest(tensor.to(meta.dtype), word_bytes=unit, first_word=meta.chunk_offset // unit)
             self.values[meta.name] = (self.values.get(meta.name, 0) + share) % (1 << 64)

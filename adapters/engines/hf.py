@@ -31,9 +31,9 @@ class _Link(Protocol):
 
     def guard(self, reason: str | None) -> None: ...
 
-    def sleep(self, level: int) -> None: ...
+    def sleep(self, level: int, timeout_s: float) -> None: ...
 
-    def wake_up(self) -> None: ...
+    def wake_up(self, timeout_s: float) -> None: ...
 
     def shutdown(self) -> None: ...
 
@@ -192,24 +192,24 @@ class HFEngine(WorkerEngine):
                 while self._running:
                     self._idle.wait(deadline.remaining(f"{self._running} generation(s) of {self.name} to end"))
         except BaseException:
-            self.on_resume()
+            self._link.stop(False)
             raise
 
-    def on_resume(self) -> None:
+    def on_resume(self, deadline: Deadline) -> None:
         """Let generations run to their ends again."""
         self._link.stop(False)
 
-    def on_reset_cache(self) -> None:
+    def on_reset_cache(self, deadline: Deadline) -> None:
         """Nothing to forget: each generation makes its own cache and drops it."""
 
-    def on_sleep(self, level: int) -> None:
+    def on_sleep(self, level: int, deadline: Deadline) -> None:
         """Free parameters and buffers."""
-        self._link.sleep(level)
+        self._link.sleep(level, deadline.remaining(f"{self.name} to sleep"))
 
-    def on_wake_up(self, tags: Sequence[str]) -> None:
+    def on_wake_up(self, tags: Sequence[str], deadline: Deadline) -> None:
         """Allocate parameters and buffers; there is no cache to bring back."""
         if "weights" in tags:
-            self._link.wake_up()
+            self._link.wake_up(deadline.remaining(f"{self.name} to wake up"))
 
     def _ended(self) -> None:
         with self._idle:

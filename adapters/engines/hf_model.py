@@ -70,12 +70,12 @@ class LocalModel:
         """Make every forward raise `EngineStateError(reason)`; None lifts that."""
         self._gate.reason = reason
 
-    def sleep(self, level: int) -> None:
-        """Free the storages of the model. Level 1 keeps copies of the weights in host memory."""
+    def sleep(self, level: int, timeout_s: float) -> None:
+        """Free the storages of the model. Level 1 keeps copies of the weights in host memory. Waits for nobody."""
         self._released = release(self._live(), keep_weights=level == 1)
 
-    def wake_up(self) -> None:
-        """Allocate the storages again and put back what was kept."""
+    def wake_up(self, timeout_s: float) -> None:
+        """Allocate the storages again and put back what was kept. Waits for nobody."""
         if self._released is not None:
             self._released.restore()
             self._released = None

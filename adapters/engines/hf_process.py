@@ -43,7 +43,8 @@ class WorkerProcess:
         self._channel = _Channel()
         weakref.finalize(self, self._channel.end)
         try:
-            self._ask("load", {"folder": str(folder), "dtype": dtype, "device": device})
+            args = {"folder": str(folder), "dtype": dtype, "device": device}
+            self._channel.ask("load", args, timeout_s)
         except BaseException:
             self.shutdown()
             raise
@@ -72,20 +73,17 @@ class WorkerProcess:
     def guard(self, reason: str | None) -> None:
         """Nothing: the model is reached through its engine only, which refuses by itself."""
 
-    def sleep(self, level: int) -> None:
-        """As `LocalModel.sleep`."""
-        self._ask("sleep", {"level": level})
+    def sleep(self, level: int, timeout_s: float) -> None:
+        """As `LocalModel.sleep`, in at most `timeout_s` seconds."""
+        self._channel.ask("sleep", {"level": level}, timeout_s)
 
-    def wake_up(self) -> None:
-        """As `LocalModel.wake_up`."""
-        self._ask("wake_up", {})
+    def wake_up(self, timeout_s: float) -> None:
+        """As `LocalModel.wake_up`, in at most `timeout_s` seconds."""
+        self._channel.ask("wake_up", {}, timeout_s)
 
     def shutdown(self) -> None:
         """End the process, whatever it is doing, and wait until it is gone."""
         self._channel.end()
-
-    def _ask(self, op: str, args: Mapping[str, object]) -> object:
-        return self._channel.ask(op, args, self._timeout_s)
 
 
 class _Channel:

@@ -61,9 +61,9 @@ class _Server:
         if op == "load":
             self._load(**args)
         elif op == "sleep":
-            self._loaded().sleep(**args)
+            self._loaded().sleep(**args, timeout_s=FOREVER_S)
         elif op == "wake_up":
-            self._loaded().wake_up()
+            self._loaded().wake_up(timeout_s=FOREVER_S)
         else:
             raise WsyncError(f"there is no request {op!r}")
         return None

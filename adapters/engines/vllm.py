@@ -30,9 +30,6 @@ from wsync.topology import Endpoint
 SUPPORTED_VERSIONS = ("0.26.0", "0.32.0")
 """The tests run 0.32.0. Of 0.26.0 what is used here was compared with it in the source, and has not been run."""
 
-_PATIENCE_S = 60.0
-"""For short calls before a session has said how long it waits."""
-
 T = TypeVar("T")
 
 
@@ -81,9 +78,9 @@ class VLLMEngine(WorkerEngine):
         self.name = f"vLLM {_check_version(allow_untested)}"
         self._llm_ref = weakref.ref(llm)
         self._call: Background[Any] | None = None
-        self._patience_s = _PATIENCE_S
+        self._calling = threading.Lock()
         self._held = False
-        self._thread = threading.get_ident()
+        self._thread = threading.current_thread()  # not its number, which the next thread may get
         self._dead: str | None = None
         self._pidfds: dict[int, int] = {}
         weakref.finalize(self, _close_all, self._pidfds)
@@ -95,12 +92,11 @@ class VLLMEngine(WorkerEngine):
     def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
         """Run `Worker.handle(method, payload)` on every worker; replies in rank order. Raises as its base."""
         llm = self._llm()
-        local = _local_worker(llm)
+        local, doing = _local_worker(llm), f"answer {method!r}"
+        deadline = None if timeout_s is None else Deadline.after(timeout_s)
         if local is not None:
-            return [self._run(f"answer {method!r}", lambda: worker_of(local, 0).handle(method, payload), timeout_s)]
-        return self._run(
-            f"answer {method!r}", lambda: llm.collective_rpc("wsync_call", args=(method, payload)), timeout_s
-        )
+            return [self._run(doing, lambda: worker_of(local, 0).handle(method, payload), deadline)]
+        return self._run(doing, lambda: llm.collective_rpc("wsync_call", args=(method, payload)), deadline)
 
     def guard(self, reason: str | None) -> None:
         """Refuse to add or run requests with `EngineStateError(reason)`; None: leave no trace of that."""
@@ -139,17 +135,16 @@ class VLLMEngine(WorkerEngine):
 
     def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
         """Dry-run the loader of every worker on `specs`. Nothing is written."""
-        self._patience_s, self._thread = deadline.timeout_s, threading.get_ident()
+        self._thread = threading.current_thread()
         return super().describe(specs, deadline)
 
     def close(self, address: str | None = None) -> None:
         """Let the workers drop the receivers attached at `address` (None: any). The engine stays. Never raises.
 
-        Workers in other processes are not told on another thread than that of the last sync: the LLM may be in use, and
+        Workers are told only on the thread of the last sync: on another one the LLM may be in use at the same time, and
         two threads on its socket to the engine core end the process. They then drop them at the next sync.
         """
-        llm = self._llm_ref()
-        if llm is not None and (_local_worker(llm) is not None or threading.get_ident() == self._thread):
+        if self._llm_ref() is not None and threading.current_thread() is self._thread:
             super().close(address)
 
     def abort(self, attempt: str, reason: str, deadline: Deadline, *, tear: bool = False) -> None:
@@ -157,41 +152,43 @@ class VLLMEngine(WorkerEngine):
         super().abort(attempt, reason, deadline, tear=tear)
         if self._reason_not_to_serve() is None:
             with suppress(WsyncError):
-                self.on_resume()
+                self.on_resume(self._patience())
 
     def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """End or freeze requests that were added and not finished.
 
-        vLLM's `LLM` only works on requests while one of its methods runs, and hands each output out once. So there is
-        nobody to wait for: with "wait", unfinished requests are an error.
+        vLLM's `LLM` only works on requests while one of its methods runs, and hands each output out once. So
+        there is nobody to wait for, and to work on them here would lose their outputs: with "wait", unfinished requests
+        are an error.
         """
-        self._patience_s, self._thread = deadline.timeout_s, threading.get_ident()
+        self._thread = threading.current_thread()
         engine = self._llm().llm_engine
         unfinished = list(engine.output_processor.request_states)
         if unfinished and mode == "wait" and not self._held:
             raise EngineStateError(
                 f"{self.name} has {len(unfinished)} unfinished request(s), which nobody works on while it is synced; "
-                f"call llm.wait_for_completion() first, or sync with pause='abort' or pause='keep'"
+                f"call llm.wait_for_completion() first, which returns their outputs, or sync with pause='abort' to end "
+                f"them, or with pause='keep' to go on with them under the new weights"
             )
         if unfinished and mode == "abort":
-            self._run("abort its requests", lambda: engine.abort_request(unfinished, internal=True), self._patience_s)
+            self._run("abort its requests", lambda: engine.abort_request(unfinished, internal=True), deadline)
         elif unfinished and not self._held:
             # Between calls the engine core goes on with them by itself: it must not, from old caches.
-            self._run("freeze its requests", lambda: engine.sleep(level=0, mode="keep"), self._patience_s)
+            self._run("freeze its requests", lambda: engine.sleep(level=0, mode="keep"), deadline)
             self._held = True
 
-    def on_resume(self) -> None:
+    def on_resume(self, deadline: Deadline) -> None:
         """Go on with requests that were frozen."""
         if self._held:
             engine = self._llm().llm_engine
-            self._run("go on", lambda: engine.wake_up(["scheduling"]), self._patience_s)
+            self._run("go on", lambda: engine.wake_up(["scheduling"]), deadline)
             self._held = False
 
-    def on_reset_cache(self) -> None:
+    def on_reset_cache(self, deadline: Deadline) -> None:
         """Drop prefix and encoder caches. Requests that were frozen compute theirs again."""
-        self._run("drop its caches", lambda: self._reset_caches(self._llm()), self._patience_s)
+        self._run("drop its caches", lambda: self._reset_caches(self._llm()), deadline)
 
-    def on_sleep(self, level: int) -> None:
+    def on_sleep(self, level: int, deadline: Deadline) -> None:
         """`LLM.sleep`. Raises `EngineStateError` if requests are unfinished, `ConfigError` without sleep mode."""
         llm = self._llm()
         config = llm.llm_engine.vllm_config
@@ -200,12 +197,12 @@ class VLLMEngine(WorkerEngine):
         unfinished = llm.llm_engine.get_num_unfinished_requests()
         if unfinished:
             raise EngineStateError(f"{self.name} has {unfinished} unfinished request(s) and cannot sleep now")
-        self._run("sleep", lambda: llm.sleep(level=level), None)
+        self._run("sleep", lambda: llm.sleep(level=level), deadline)
 
-    def on_wake_up(self, tags: Sequence[str]) -> None:
+    def on_wake_up(self, tags: Sequence[str], deadline: Deadline) -> None:
         """`LLM.wake_up`, with every tag named: without, vLLM 0.26 maps again what is awake."""
         llm = self._llm()
-        self._run("wake up", lambda: llm.wake_up(list(tags)), None)
+        self._run("wake up", lambda: llm.wake_up(list(tags)), deadline)
 
     # Shared by the above.
 
@@ -222,7 +219,7 @@ class VLLMEngine(WorkerEngine):
         if executor is not None:
             return "weights" in executor.sleeping_tags
         # Another process knows which tags sleep, and only says whether there are any.
-        return bool(self._run("say if it sleeps", engine.is_sleeping, self._patience_s))
+        return bool(self._run("say if it sleeps", engine.is_sleeping, self._patience()))
 
     def _reset_caches(self, llm: Any) -> None:
         engine = llm.llm_engine
@@ -240,23 +237,33 @@ class VLLMEngine(WorkerEngine):
             raise EngineStateError(f"{self.name}: the vllm.LLM was deleted")
         return llm
 
-    def _run(self, doing: str, work: Callable[[], T], timeout_s: float | None) -> T:
-        """`work()` on a thread of its own, until it ends, an engine process dies, or `timeout_s` is over.
+    def _reason_not_to_serve(self) -> str | None:
+        reason = super()._reason_not_to_serve()
+        return reason if reason is not None or self._call is None or self._call.done else _unanswered(self, self._call)
 
-        vLLM waits without limit for an engine core that died with a call unanswered.
+    def _run(self, doing: str, work: Callable[[], T], deadline: Deadline | None) -> T:
+        """`work()` on a thread of its own, until it ends, an engine process dies, or the deadline is over.
+
+        vLLM waits without limit for an engine core that died with a call unanswered. After a deadline the LLM is
+        guarded until the call has ended: its sockets are for one thread at a time.
         """
         if self._dead is not None:
             raise PeerError(f"{self._dead}; start a new vllm.LLM")
-        if self._call is not None and not self._call.done:
-            raise EngineStateError(f"{self.name} has not answered yet: still waiting for {self._call.name}")
-        call: Background[T] = Background(f"{self.name} to {doing}", work)
-        self._call = call
+        name = f"{self.name} to {doing}"
+        left_s = None if deadline is None else deadline.remaining(name)
+        with self._calling:
+            if self._call is not None and not self._call.done:
+                raise EngineStateError(_unanswered(self, self._call))
+            call: Background[T] = Background(name, work)
+            self._call = call
         ended, at_end = socketpair()
         call.add_done_callback(at_end.close)
         with ended:
-            ready = wait([ended, *self._lifelines()], timeout_s)
-        if not ready:
-            raise SyncTimeout(f"gave up after {timeout_s:g} s: still waiting for {call.name}")
+            ready = wait([ended, *self._lifelines()], left_s)
+        if not ready and deadline is not None:
+            self.guard(self._reason_not_to_serve())
+            call.add_done_callback(lambda: self.guard(self._reason_not_to_serve()))
+            raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {name}")
         if not call.done:
             self._dead = f"{self.name} died: {self._obituary(ready)}, while waiting for {call.name}"
             raise PeerError(self._dead)
@@ -286,6 +293,10 @@ class _Refusal:
 
     def __call__(self, *args: object, **kwargs: object) -> None:
         raise EngineStateError(self._reason)
+
+
+def _unanswered(engine: VLLMEngine, call: Background[Any]) -> str:
+    return f"{engine.name} has not answered yet: still waiting for {call.name}"
 
 
 def _is_vllm(obj: object, name: str) -> bool:

@@ -101,22 +101,28 @@ class Exchange:
     outbox_nbytes: int
     inbox_nbytes: int
 
-    def stage(self, tensors: Mapping[str, torch.Tensor], outbox: torch.Tensor) -> None:
-        """Cast and pack into `outbox` (uint8, at least `outbox_nbytes`). `tensors`: local parameters by name."""
+    def parents(self, slot: torch.Tensor | None) -> set[str]:
+        """The parameters that `stage` reads."""
+        return {load.parent for load in (*self.staged, *(self.own if slot is not None else ()))}
+
+    def stage(self, tensors: Mapping[str, torch.Tensor], outbox: torch.Tensor, slot: torch.Tensor | None) -> None:
+        """Cast and pack what others need into `outbox` (uint8, at least `outbox_nbytes`), and own parts into `slot`.
+
+        `tensors`: local parameters by name; nothing else reads them.
+        """
         _load(self.staged, tensors, outbox)
+        if slot is not None:
+            _load(self.own, tensors, slot)
 
     def fill(
         self,
-        tensors: Mapping[str, torch.Tensor],
         boxes: tuple[torch.Tensor, torch.Tensor],
         slot: torch.Tensor | None,
         group: Group,
         deadline: Deadline,
     ) -> None:
-        """Exchange with the other ranks and put everything in its place in `slot`. `boxes`: outbox and inbox."""
+        """Exchange with the other ranks and put what they sent in its place in `slot`. `boxes`: outbox and inbox."""
         outbox, inbox = boxes
-        if slot is not None:
-            _load(self.own, tensors, slot)
         if self.exchanged:
             # The first transfer connects all ranks: one that has nothing to say must be there too.
             sends = self.sends or (Message(rank=group.rank, start=0, nbytes=0),)

@@ -1,7 +1,7 @@
 """The part of a producer that does not care how a module was sharded: ranks hold regions, buckets are put together."""
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from wsync.adapters.trainers.exchange import Exchange, Layout, Piece, compile_exchange
 from wsync.adapters.trainers.names import Held, Source, held_tensors, sources
 from wsync.deadline import Deadline
-from wsync.digest import digest_part, word_bytes
+from wsync.digest import digest_part
 from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError, first_five
 from wsync.gather import GatherPlan, aligned, holders_of
 from wsync.group import Group
@@ -42,7 +42,7 @@ class ShardedProducer:
         self._known: dict[Hashable, Layout] = {}
         self._parents: dict[str, str] = {}
         self._pieces: dict[tuple[str, Region], Piece] = {}
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._tensors: dict[str, torch.Tensor] | None = None
         self._plan: Plan | None = None
         self._group: Group | None = None
         self._exchanges: tuple[Exchange, ...] = ()
@@ -61,7 +61,7 @@ class ShardedProducer:
         tensors = self._look_up()
         module = self._alive()
         held = self._held(module)
-        found = sources(module, held)
+        found = self._sources(module, held)
         self._parents = {source.name: source.parent for source in found}
         parents = set(self._parents.values())
         self._device = next((tensor.device for tensor, _ in tensors.values()), self._device)
@@ -108,14 +108,14 @@ class ShardedProducer:
 
     def references(self, bucket: Bucket) -> Sequence[torch.Tensor] | None:
         """See `wsync.Producer`."""
-        places = self._places[bucket.index]
-        return None if places is None else [memory_view(self._tensors[parent], region) for parent, region in places]
+        places, tensors = self._places[bucket.index], self._opened()
+        return None if places is None else [memory_view(tensors[parent], region) for parent, region in places]
 
     @torch.no_grad()
-    def stage(self, bucket: Bucket) -> None:
+    def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
         """See `wsync.Producer`."""
         exchange = self._exchanges[bucket.index]
-        exchange.stage(self._tensors, self._buffers()[0])
+        exchange.stage(self._readable(exchange.parents(slot)), self._buffers()[0], slot)
         self._staged = bucket.index
 
     @torch.no_grad()
@@ -126,16 +126,20 @@ class ShardedProducer:
         self._staged = None
         _, group = self._prepared()
         deadline = Deadline.after(group.timeout_s)
-        self._exchanges[bucket.index].fill(self._tensors, self._buffers(), slot, group, deadline)
+        self._exchanges[bucket.index].fill(self._buffers(), slot, group, deadline)
 
     @torch.no_grad()
     def digests(self, names: Sequence[str]) -> Sequence[int]:
         """See `wsync.Producer`."""
         return [self._digest(name) for name in names]
 
-    @torch.no_grad()
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `wsync.Producer`. A tensor that lies whole in this process is the trainer's own memory: do not write."""
+        self._opened()
+        return self._named_tensors()
+
+    @torch.no_grad()
+    def _named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         plan, group = self._prepared()
         everyone = range(group.world_size)
         for spec in plan.specs:
@@ -145,18 +149,18 @@ class ShardedProducer:
             places = self._find(bucket, single, group)
             if places is not None:
                 [(parent, region)] = places
-                yield spec.name, memory_view(self._tensors[parent], region)
+                yield spec.name, memory_view(self._opened()[parent], region)
                 continue
             [exchange] = self._compile(single, everyone, group)
             boxes = self._allocate(exchange.outbox_nbytes), self._allocate(exchange.inbox_nbytes)
             slot = self._allocate(bucket.nbytes)
-            exchange.stage(self._tensors, boxes[0])
-            exchange.fill(self._tensors, boxes, slot, group, Deadline.after(group.timeout_s))
+            exchange.stage(self._readable(exchange.parents(slot)), boxes[0], slot)
+            exchange.fill(boxes, slot, group, Deadline.after(group.timeout_s))
             yield spec.name, bucket.tensors[0].view(slot)
 
     def close(self) -> None:
         """See `wsync.Producer`."""
-        self._tensors = {}
+        self._tensors = None
         self._staged = None
 
     def _settle(self, module: nn.Module) -> None:
@@ -165,6 +169,14 @@ class ShardedProducer:
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         """Every parameter and buffer by its name without wrappers. Raises `UnsupportedError`."""
         return held_tensors(module)
+
+    def _sources(self, module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
+        """What the engine is to receive of what is `held`. The same on every rank."""
+        return sources(module, held)
+
+    def _readable(self, parents: Collection[str]) -> Mapping[str, torch.Tensor]:
+        """Local memory, at least of `parents`, with the bytes that the engine is to receive."""
+        return self._opened()
 
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Hashable]:
         """The elements of `tensor` in this process, and what tells where they belong if their shape does not."""
@@ -229,14 +241,16 @@ class ShardedProducer:
         return regions
 
     def _find(self, bucket: Bucket, plan: Plan, group: Group) -> Sequence[_Place] | None:
-        """Where the tensors of `bucket` lie, if all of them lie whole and contiguous on every rank."""
+        """Where the tensors and chunks of `bucket` lie, if every rank has the tensors whole and contiguous."""
         found = []
         for meta in bucket.tensors:
-            whole = {owner.rank for owner in plan.spec(meta.name).owners if owner.region.numel == meta.elements.numel}
-            place = self._in_place(meta.name, meta.shape) if meta.is_whole else None
+            spec = plan.spec(meta.name)
+            whole = {owner.rank for owner in spec.owners if owner.region.numel == spec.numel}
+            place = self._in_place(meta.name, meta.shape)
             if place is None or len(whole) < group.world_size:
                 return None
-            found.append(place)
+            parent, region = place
+            found.append((parent, region if meta.is_whole else meta.elements.translate(region.offset)))
         return found
 
     def _in_place(self, name: str, shape: tuple[int, ...]) -> _Place | None:
@@ -256,15 +270,20 @@ class ShardedProducer:
         """Sum over the parts of one tensor of which this rank is the first holder, in wire dtype."""
         plan, group = self._prepared()
         spec = plan.spec(name)
-        unit = word_bytes(spec)
         total = 0
         for region, ranks in holders_of(spec).items():
             if ranks[0] == group.rank:
                 piece = self._pieces[name, region]
+                tensors = self._readable({piece.parent})
                 memory = self._layouts[piece.parent].memory.select(piece.local)
-                parts = [memory_view(self._tensors[piece.parent], one).to(spec.dtype).reshape(-1) for one in memory]
-                total += digest_part(torch.cat(parts).resolve_conj(), region, word_bytes=unit)
+                parts = [memory_view(tensors[piece.parent], one).to(spec.dtype).reshape(-1) for one in memory]
+                total += digest_part(torch.cat(parts).resolve_conj(), region, word_bytes=spec.word_bytes)
         return total % 2**64
+
+    def _opened(self) -> dict[str, torch.Tensor]:
+        if self._tensors is None:
+            raise ProtocolError(f"the producer of this {self._kind} is not open; call open() first, and close() after")
+        return self._tensors
 
     def _prepared(self) -> tuple[Plan, Group]:
         if self._plan is None or self._group is None:

@@ -2,7 +2,7 @@
 
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore
 from wsync.adapters.trainers.fsdp import FSDPProducer
 from wsync.adapters.trainers.module import ModuleProducer
 from wsync.adapters.trainers.sharded import ShardedProducer
+from wsync.digest import word_bytes
 from wsync.group import Group
 from wsync.handshake import merge_specs
 from wsync.plan import Plan, TensorSpec, as_bytes
@@ -67,7 +68,7 @@ def plan_of(producer: ShardedProducer, dtype: torch.dtype, limit: int) -> Plan:
         for spec in merge_specs(by_rank)
         if not spec.optional
     ]
-    return Plan.pack(specs, limit)
+    return Plan.pack([replace(spec, word_bytes=word_bytes(spec)) for spec in specs], limit)
 
 
 def sync(producer: ShardedProducer, plan: Plan, senders: Sequence[int], rank: int) -> dict[str, torch.Tensor]:
@@ -76,7 +77,7 @@ def sync(producer: ShardedProducer, plan: Plan, senders: Sequence[int], rank: in
     producer.open()
     for bucket in plan.buckets:
         slot = torch.full((bucket.nbytes,), 0x5A, dtype=torch.uint8) if rank in senders else None
-        producer.stage(bucket)
+        producer.stage(bucket, slot)
         producer.fill(bucket, slot)
         if slot is not None:
             for meta in bucket.tensors:

@@ -113,10 +113,10 @@ def a_rank_fails_at_bucket_two(me: Rank) -> tuple[str, str]:
         wsync.sync(actor, engine, config=CONFIG)
         healthy = ShardedProducer.stage
 
-        def stage(self: ShardedProducer, bucket: wsync.Bucket) -> None:
+        def stage(self: ShardedProducer, bucket: wsync.Bucket, slot: torch.Tensor | None) -> None:
             if me.rank == 1 and bucket.index == 2:
                 raise MemoryError("no room to pack bucket 2")
-            healthy(self, bucket)
+            healthy(self, bucket, slot)
 
         optimizer_step(actor)
         ShardedProducer.stage = stage  # type: ignore[method-assign]
@@ -168,10 +168,10 @@ def the_engine_is_killed(me: Rank) -> str:
         wsync.sync(actor, engine, config=CONFIG)
         healthy = ShardedProducer.stage
 
-        def stage(self: ShardedProducer, bucket: wsync.Bucket) -> None:
+        def stage(self: ShardedProducer, bucket: wsync.Bucket, slot: torch.Tensor | None) -> None:
             if engine is not None and bucket.index == 2 and engine.pid is not None:
                 os.kill(engine.pid, signal.SIGKILL)
-            healthy(self, bucket)
+            healthy(self, bucket, slot)
 
         ShardedProducer.stage = stage  # type: ignore[method-assign]
         with pytest.raises((wsync.PeerError, wsync.RankError)) as caught:
@@ -188,10 +188,10 @@ def a_rank_is_killed(me: Rank) -> tuple[str, bool]:
         wsync.sync(actor, engine, config=replace(CONFIG, timeout_s=4.0))
         healthy = ShardedProducer.stage
 
-        def stage(self: ShardedProducer, bucket: wsync.Bucket) -> None:
+        def stage(self: ShardedProducer, bucket: wsync.Bucket, slot: torch.Tensor | None) -> None:
             if me.rank == 1 and bucket.index == 2:
                 os.kill(os.getpid(), signal.SIGKILL)
-            healthy(self, bucket)
+            healthy(self, bucket, slot)
 
         ShardedProducer.stage = stage  # type: ignore[method-assign]
         with pytest.raises(wsync.WsyncError) as caught:

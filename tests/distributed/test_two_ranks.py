@@ -28,10 +28,11 @@ from tests.distributed.exchange_steps import (
 )
 from wsync.adapters.trainers.fsdp import FSDPProducer
 from wsync.deadline import Deadline
-from wsync.digest import digest, word_bytes
+from wsync.digest import digest
 from wsync.errors import RankError, SyncTimeout, TransportError, UnsupportedError
 from wsync.gather import GatherPlan
 from wsync.group import Group
+from wsync.plan import Bucket
 from wsync.testing.ranks import Rank, run_ranks
 
 PATIENCE_S = 10.0
@@ -103,7 +104,7 @@ def digests_and_full_tensors(me: Rank) -> tuple[list[int], list[int]]:
     for name, tensor in producer.named_tensors():
         assert torch.equal(tensor, expected[name]), name
     shares = list(producer.digests([spec.name for spec in plan.specs]))
-    wholes = [digest(expected[spec.name].to(spec.dtype), word_bytes=word_bytes(spec)) for spec in plan.specs]
+    wholes = [digest(expected[spec.name].to(spec.dtype), word_bytes=spec.word_bytes) for spec in plan.specs]
     return shares, wholes
 
 
@@ -112,11 +113,11 @@ class FailsOnce(FSDPProducer):
 
     failing_bucket = 1
 
-    def stage(self, bucket: object) -> None:
-        if getattr(bucket, "index", None) == self.failing_bucket:
+    def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
+        if bucket.index == self.failing_bucket:
             self.failing_bucket = -1
             raise MemoryError("no room for the packed shards")
-        super().stage(bucket)  # type: ignore[arg-type]
+        super().stage(bucket, slot)
 
 
 def fail_in_stage(me: Rank) -> str:
@@ -132,12 +133,13 @@ def fail_in_stage(me: Rank) -> str:
     try:
         for bucket in plan.buckets:
             error: Exception | None = None
+            slot = torch.empty(bucket.nbytes, dtype=torch.uint8) if me.rank == 0 else None
             try:
-                producer.stage(bucket)
+                producer.stage(bucket, slot)
             except MemoryError as caught:
                 error = caught
             group.agree(f"bucket {bucket.index}", error, Deadline.after(PATIENCE_S))
-            producer.fill(bucket, torch.empty(bucket.nbytes, dtype=torch.uint8) if me.rank == 0 else None)
+            producer.fill(bucket, slot)
             filled += 1
     except (RankError, MemoryError) as caught:
         words = f"{type(caught).__name__} after {filled}: {caught}"
@@ -161,14 +163,14 @@ def lose_a_rank(me: Rank) -> float:
     plan = plan_of(producer, torch.bfloat16, 512)
     producer.prepare(plan, [0], make_group(me, "killed"))
     producer.open()
-    slot = torch.empty(plan.capacity, dtype=torch.uint8)
+    slot = torch.empty(plan.capacity, dtype=torch.uint8) if me.rank == 0 else None
     for bucket in plan.buckets:
         if me.rank == 1 and bucket.index == 2:
             os.kill(os.getpid(), signal.SIGKILL)
-        producer.stage(bucket)
+        producer.stage(bucket, slot)
         begun = time.monotonic()
         try:
-            producer.fill(bucket, slot if me.rank == 0 else None)
+            producer.fill(bucket, slot)
         except (TransportError, SyncTimeout):
             assert bucket.index == 2
             return time.monotonic() - begun

@@ -173,11 +173,11 @@ class Tripwire(ModuleProducer):
     def references(self, bucket: Bucket) -> None:
         """None: everything goes through `stage` and `fill`."""
 
-    def stage(self, bucket: Bucket) -> None:
+    def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
         """Trip, or go on."""
         if bucket.index == self._at:
             self._act()
-        super().stage(bucket)
+        super().stage(bucket, slot)
 
 
 def fail() -> None:

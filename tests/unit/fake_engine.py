@@ -1,7 +1,7 @@
 """A `WorkerEngine` whose two workers only answer what they are told to."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -32,7 +32,7 @@ class FakeEngine(WorkerEngine):
         self.answers: dict[str, Any] = {
             "read": [{"data": b"", "nbytes": 0, "dtype": torch.float32, "shape": (0,)}] * 2,
             "hello": [{"version": 0, "state": "serving", "endpoint": None}] * 2,
-            "update": [{"digests": {"a": 1}}, {"digests": {"a": 2}}],
+            "update": updates({"a": 1}, {"a": 2}),
             "publish": [{}, {}],
             "abort": [{}, {}],
             "describe": [{"manifest": "m0"}, {"manifest": "m1"}],
@@ -59,18 +59,22 @@ class FakeEngine(WorkerEngine):
         if mode == "keep":
             raise UnsupportedError("fake cannot freeze anything")
 
-    def on_resume(self) -> None:
-        self.hooks.append("resume")
+    def on_resume(self, deadline: Deadline) -> None:
+        self._hook("resume", deadline)
 
-    def on_reset_cache(self) -> None:
-        self.hooks.append("reset")
+    def on_reset_cache(self, deadline: Deadline) -> None:
+        self._hook("reset", deadline)
 
-    def on_sleep(self, level: int) -> None:
+    def on_sleep(self, level: int, deadline: Deadline) -> None:
         assert self.reason is not None, "memory goes away under an engine that still serves"
-        self.hooks.append(f"sleep {level}")
+        self._hook(f"sleep {level}", deadline)
 
-    def on_wake_up(self, tags: Sequence[str]) -> None:
-        self.hooks.append(f"wake {'+'.join(tags)}")
+    def on_wake_up(self, tags: Sequence[str], deadline: Deadline) -> None:
+        self._hook(f"wake {'+'.join(tags)}", deadline)
+
+    def _hook(self, name: str, deadline: Deadline) -> None:
+        self.hooks.append(name)
+        self.waits[name] = deadline.timeout_s
 
     def sync(self, version: int) -> None:
         attempt = f"attempt {version}"
@@ -79,13 +83,18 @@ class FakeEngine(WorkerEngine):
         self.finish(version, attempt, soon())
 
 
+def updates(*digests: Mapping[str, int]) -> list[dict[str, object]]:
+    """What workers answer to "update"."""
+    return [{"digests": each, "seconds": {"wait": 0.5, "load": 0.25, "finish": 0.125}} for each in digests]
+
+
 def soon(seconds: float = 20.0) -> Deadline:
     return Deadline.after(seconds)
 
 
 def fail_update(engine: FakeEngine) -> None:
     """Begin attempt "a" for version 1; its second worker fails."""
-    engine.answers["update"] = [{"digests": {}}, {"error": ERROR}]
+    engine.answers["update"] = [*updates({}), {"error": ERROR}]
     engine.version()
     engine.begin(1, "a", soon(), digest=False)
     with pytest.raises(PeerError, match="worker 1 of fake failed in 'update': ValueError: no room") as caught:

@@ -14,6 +14,7 @@ from torch import nn
 import wsync
 from wsync import api
 from wsync.adapters.engines.hf import HFEngine
+from wsync.deadline import Deadline
 from wsync.protocols import Engine
 from wsync.registry import engine_for, transport
 from wsync.testing.chaos import ChaosTransport, Fault
@@ -242,10 +243,10 @@ def test_one_engine_that_fails_to_resume_strands_no_other() -> None:
     resume = HFEngine.on_resume
     fault = Fault(kind="raise", bucket=0)
 
-    def broken(self: HFEngine) -> None:
+    def broken(self: HFEngine, deadline: Deadline) -> None:
         if self is engine_for(first):
             raise wsync.PeerError("the engine core is gone")
-        resume(self)
+        resume(self, deadline)
 
     config = wsync.SyncConfig(transport=ChaosTransport(transport("inproc"), fault))
     with pytest.MonkeyPatch.context() as patch:

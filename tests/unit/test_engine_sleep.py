@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.fake_engine import FakeEngine, fail_update, soon
+from wsync.deadline import Deadline
 from wsync.errors import EngineStateError, SyncTimeout
 
 
@@ -57,7 +58,7 @@ def test_sleep_is_idempotent_but_never_half_done(engine: FakeEngine) -> None:
 
 
 def test_a_sleep_that_fails_leaves_it_awake(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def busy(level: int) -> None:
+    def busy(level: int, deadline: Deadline) -> None:
         raise EngineStateError("2 unfinished requests")
 
     with monkeypatch.context() as patched:
@@ -77,7 +78,7 @@ def test_a_sleep_that_fails_leaves_it_awake(engine: FakeEngine, monkeypatch: pyt
 
 
 def test_a_sleep_without_an_answer_counts(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stalled(level: int) -> None:
+    def stalled(level: int, deadline: Deadline) -> None:
         raise SyncTimeout("no answer")
 
     with monkeypatch.context() as patched:
@@ -87,6 +88,35 @@ def test_a_sleep_without_an_answer_counts(engine: FakeEngine, monkeypatch: pytes
     assert "asleep" in str(engine.reason)
     engine.wake_up()
     assert engine.reason is None
+
+
+def test_a_wake_up_without_an_answer_leaves_it_asleep(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stalled(tags: object, deadline: Deadline) -> None:
+        raise SyncTimeout("no answer")
+
+    engine.sleep(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "on_wake_up", stalled)
+        with pytest.raises(SyncTimeout):
+            engine.wake_up()
+    assert "asleep" in str(engine.reason)
+    engine.wake_up()
+    assert engine.reason is None
+
+
+def test_every_hook_has_a_deadline_that_of_the_last_sync_where_the_call_has_none(engine: FakeEngine) -> None:
+    engine.sleep(1)
+    engine.wake_up()
+    assert engine.waits["sleep 1"] == engine.waits["wake weights+kv_cache"] == 120
+    engine.pause("wait", soon())
+    engine.begin(1, "a", soon(7), digest=False)
+    engine.join(soon())
+    engine.finish(1, "a", soon(3))
+    engine.resume()
+    engine.sleep(2)
+    engine.wake_up()
+    assert (engine.waits["reset"], engine.waits["resume"]) == (3, 7)
+    assert (engine.waits["sleep 2"], engine.waits["wake weights+kv_cache"]) == (7, 7)
 
 
 # Void: slept at level 2.

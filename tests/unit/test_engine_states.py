@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.unit.fake_engine import ERROR, FakeEngine, fail_update, soon
+from tests.unit.fake_engine import ERROR, FakeEngine, fail_update, soon, updates
 from wsync import wire
+from wsync.deadline import Deadline
 from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout, UnsupportedError
 from wsync.plan import Plan
 from wsync.protocols import Ticket
@@ -25,7 +26,9 @@ def test_a_sync_publishes_once_after_every_worker_has_loaded(engine: FakeEngine)
     engine.begin(1, "a", soon(), digest=True)
     assert engine.reason is not None
     assert "version 1" in engine.reason
-    assert engine.join(soon()) == [{"a": 1}, {"a": 2}]
+    loaded = engine.join(soon())
+    assert [worker.digests for worker in loaded] == [{"a": 1}, {"a": 2}]
+    assert loaded[0].seconds == {"wait": 0.5, "load": 0.25, "finish": 0.125}
     assert engine.version() == 0, "not before it is published"
     engine.finish(1, "a", soon())
     assert engine.version() == 1
@@ -137,7 +140,7 @@ def test_what_was_given_up_without_an_answer_is_ended_before_anything_else(engin
     }
     with pytest.raises(SyncTimeout, match="no answer"):
         again[method]()
-    engine.answers.update(abort=[{}, {}], update=[{"digests": {}}] * 2)
+    engine.answers.update(abort=[{}, {}], update=updates({}, {}))
     again[method]()
     again[method if method != "update" else "describe"]()
     assert engine.calls[3:5] == ["abort", "abort"]
@@ -168,7 +171,7 @@ def test_a_pause_that_fails_leaves_it_as_it_was(engine: FakeEngine) -> None:
 
 
 def test_a_resume_that_fails_leaves_it_paused(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost() -> None:
+    def lost(deadline: Deadline) -> None:
         raise PeerError("worker 0 died")
 
     engine.pause("wait", soon())
@@ -226,7 +229,7 @@ def test_a_torn_engine_serves_after_the_next_full_sync(engine: FakeEngine) -> No
     fail_update(engine)
     engine.answers["hello"] = [{"state": "torn", "version": 0}] * 2
     engine.abort("a", "no room", soon())
-    engine.answers["update"] = [{"digests": {}}] * 2
+    engine.answers["update"] = updates({}, {})
     engine.pause("wait", soon())
     engine.sync(2)
     engine.resume()
@@ -256,7 +259,7 @@ def test_abort_of_a_part_of_a_replica_tears_whatever_happened_here(engine: FakeE
         with pytest.raises(EngineStateError, match="rank 1 was lost"):
             refused()
     assert "rank 1 was lost" in str(engine.reason)
-    engine.answers["update"] = [{"digests": {}}] * 2
+    engine.answers["update"] = updates({}, {})
     engine.sync(2)
     assert (engine.version(), engine.reason) == (2, None)
 
@@ -273,7 +276,7 @@ def test_a_late_abort_that_tears_leaves_the_attempt_under_way(engine: FakeEngine
 
 @pytest.mark.parametrize("step", ["publish", "reset"])
 def test_a_failure_to_publish_tears(engine: FakeEngine, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_reset() -> None:
+    def no_reset(deadline: Deadline) -> None:
         raise EngineStateError("the cache kept blocks")
 
     if step == "reset":
@@ -324,7 +327,7 @@ def test_calls_without_a_deadline_wait_as_long_as_the_last_one_with_one(engine: 
         engine.close()
         return {round(engine.waits[method] or 0) for method in ("hello", "read", "detach")}
 
-    assert ask() == {60}
+    assert ask() == {120}
     engine.describe([], soon(7))
     assert ask() == {7}
     engine.attach(Plan.pack([], 4096), TICKET, 0, soon(90))
@@ -372,7 +375,7 @@ def test_a_failure_ends_the_attachment(engine: FakeEngine) -> None:
     fail_update(engine)
     engine.abort("a", "no room", soon())
     assert engine.attachment is None
-    engine.answers.update(update=[{"digests": {}}] * 2, publish=[{}, {"error": ERROR}])
+    engine.answers.update(update=updates({}, {}), publish=[{}, {"error": ERROR}])
     engine.attach(plan, TICKET, 0, soon())
     with pytest.raises(PeerError):
         engine.sync(2)

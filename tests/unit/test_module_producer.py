@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def prepared(module: nn.Module, limit: int, dtype: torch.dtype | None = None) ->
     specs: Sequence[TensorSpec] = producer.metadata()
     if dtype is not None:
         specs = [TensorSpec(name=s.name, shape=s.shape, dtype=dtype, owners=s.owners) for s in specs]
-    plan = Plan.pack(specs, limit)
+    plan = Plan.pack([replace(spec, word_bytes=word_bytes(spec)) for spec in specs], limit)
     producer.prepare(plan, [0], Group(0, 1, None, 5.0))
     return producer, plan
 
@@ -53,7 +54,7 @@ def filled(producer: ModuleProducer, plan: Plan) -> dict[str, torch.Tensor]:
     flat = {spec.name: torch.empty(spec.nbytes, dtype=torch.uint8) for spec in plan.specs}
     for bucket in plan.buckets:
         slot = torch.randint(0, 255, (bucket.nbytes,), dtype=torch.uint8)
-        producer.stage(bucket)
+        producer.stage(bucket, slot)
         producer.fill(bucket, slot)
         for meta in bucket.tensors:
             chunk = slot[meta.offset :][: meta.chunk_nbytes]
@@ -101,13 +102,47 @@ def test_contiguous_tensors_are_referenced_and_others_are_not() -> None:
         names = {meta.name for meta in bucket.tensors}
         references = producer.references(bucket)
         if references is None:
-            assert names & {"transposed", "strided", "channels_last", "expanded", "complex", "large"}
+            assert names & {"transposed", "strided", "channels_last", "expanded", "complex"}
             continue
         for meta, reference in zip(bucket.tensors, references, strict=True):
             live = module.get_parameter(meta.name) if hasattr(module, meta.name) and meta.name in {"scalar"} else None
-            assert same_bits(reference, getattr(module, meta.name))
+            tensor = getattr(module, meta.name)
+            assert same_bits(reference, tensor if meta.is_whole else meta.elements.view(tensor.reshape(-1)))
             assert not reference.requires_grad
             assert live is None or reference.data_ptr() == live.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_of_a_contiguous_tensor_are_referenced_by_their_elements(dtype: torch.dtype) -> None:
+    module = nn.Linear(70, 33, bias=False)
+    producer, plan = prepared(module, 512, dtype)
+    producer.open()
+    assert len(plan.buckets) > 5
+    found = []
+    for bucket in plan.buckets:
+        references = producer.references(bucket)
+        assert references is not None
+        [chunk], [meta] = references, bucket.tensors
+        assert chunk.data_ptr() == module.weight.data_ptr() + meta.elements.offset * 4, "it was copied"
+        assert chunk.shape == (meta.chunk_nbytes // dtype.itemsize,)
+        found.append(chunk)
+    assert torch.equal(torch.cat(found), module.weight.reshape(-1))
+
+
+def test_what_reads_parameters_says_that_the_producer_is_not_open() -> None:
+    module = nn.Linear(8, 8)
+    producer, plan = prepared(module, 4096)
+    for use in (
+        producer.named_tensors,
+        lambda: producer.references(plan.buckets[0]),
+        lambda: producer.stage(plan.buckets[0], torch.empty(4096, dtype=torch.uint8)),
+        lambda: producer.digests(["weight"]),
+    ):
+        with pytest.raises(ProtocolError, match=r"producer of this Linear is not open; call open\(\) first"):
+            use()
+        producer.open()
+        use()
+        producer.close()
 
 
 def test_named_tensors_are_whole_and_in_the_trainers_dtype() -> None:
@@ -125,7 +160,7 @@ def test_digests_are_those_of_the_wire_bytes(dtype: torch.dtype | None) -> None:
     producer, plan = prepared(module, 1024, dtype)
     producer.open()
     result = filled(producer, plan)
-    expected = [digest(result[spec.name], word_bytes=word_bytes(spec)) for spec in plan.specs]
+    expected = [digest(result[spec.name], word_bytes=spec.word_bytes) for spec in plan.specs]
     assert list(producer.digests([spec.name for spec in plan.specs])) == expected
 
 
@@ -166,7 +201,7 @@ def test_a_bucket_must_be_staged_before_it_is_filled() -> None:
     module = nn.Linear(8, 8)
     producer, plan = prepared(module, 256)
     producer.open()
-    producer.stage(plan.buckets[0])
+    producer.stage(plan.buckets[0], torch.empty(256, dtype=torch.uint8))
     with pytest.raises(ProtocolError, match="bucket 1 is to be filled, but bucket 0 was staged last"):
         producer.fill(plan.buckets[1], torch.empty(256, dtype=torch.uint8))
 

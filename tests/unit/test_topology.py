@@ -1,7 +1,8 @@
 """Who sits where, and which transport is taken for what reason."""
 
+import multiprocessing
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ HERE = local_endpoint("cpu")
 
 
 def beside(**changes: Any) -> Endpoint:
-    return Endpoint(**{"host": HERE.host, "pid": HERE.pid, "device": HERE.device, **changes})
+    return replace(HERE, **changes)
+
+
+ANOTHER: dict[str, Any] = {"process": "another", "pid": 1}
+"""What differs in another process."""
 
 
 def serving(*receivers: Endpoint) -> Topology:
@@ -74,7 +79,7 @@ def test_auto_takes_the_first_that_serves_and_says_why_not_the_others() -> None:
     choice = choose(serving(HERE, HERE), transports(), "auto")
     assert choice.transport.name == "inproc"
     assert choice.rejected == {"shm": "ranked after inproc"}
-    choice = choose(serving(HERE, beside(pid=1)), transports(), "auto")
+    choice = choose(serving(HERE, beside(**ANOTHER)), transports(), "auto")
     assert choice.transport.name == "shm"
     assert list(choice.rejected) == ["inproc"]
     assert "pid 1" in choice.rejected["inproc"]
@@ -86,7 +91,7 @@ def test_a_name_is_taken_or_refused_with_its_reason() -> None:
     assert choice.transport.name == "shm"
     assert choice.rejected == {"inproc": "shm was asked for"}
     with pytest.raises(UnsupportedError, match=r"inproc: .*not one process; shm: inproc was asked for"):
-        choose(serving(beside(pid=1)), transports(), "inproc")
+        choose(serving(beside(**ANOTHER)), transports(), "inproc")
     with pytest.raises(UnsupportedError, match=r"no transport 'infiniband'; choose auto or one of: inproc, shm"):
         choose(serving(HERE), transports(), "infiniband")
 
@@ -100,8 +105,9 @@ def test_an_object_is_taken_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("worker", "inproc", "shm"),
     [
-        (beside(host="elsewhere"), "not one process", "not one host"),
-        (beside(pid=1, device="cuda:GPU-7"), "not one process", "not in host memory"),
+        (beside(**ANOTHER, host="elsewhere"), "not one process", "not one host"),
+        (beside(**ANOTHER, device="cuda:GPU-7"), "not one process", "not in host memory"),
+        (beside(process="another", network=7), "not one process", "network namespace 7"),
     ],
 )
 def test_where_none_serves_every_reason_is_listed(worker: Endpoint, inproc: str, shm: str) -> None:
@@ -110,6 +116,22 @@ def test_where_none_serves_every_reason_is_listed(worker: Endpoint, inproc: str,
     assert f"inproc: the trainer is {HERE}" in str(caught.value)
     for words in (inproc, shm, str(worker)):
         assert words in str(caught.value)
+
+
+def test_a_container_with_an_equal_pid_is_another_process() -> None:
+    """Boot id and pid may be equal; where the network is shared, shared memory works."""
+    choice = choose(serving(HERE, beside(process="another")), transports(), "auto")
+    assert choice.transport.name == "shm"
+    assert "not one process" in choice.rejected["inproc"]
+
+
+def test_a_forked_child_is_another_process_of_the_same_network() -> None:
+    child = multiprocessing.get_context("fork").Pool(1)
+    with child:
+        there = child.apply_async(local_endpoint, ("cpu",)).get(20)
+    assert there.process != HERE.process
+    assert (there.host, there.network) == (HERE.host, HERE.network)
+    assert HERE.network == os.stat("/proc/self/ns/net").st_ino
 
 
 def test_inproc_serves_any_device_of_this_process() -> None:

@@ -57,7 +57,7 @@ def a_plan(tensors: int = 40, owners: int = 2) -> Plan:
 
 def records() -> list[object]:
     plan = a_plan()
-    here = Endpoint(host="boot", pid=7, device="cuda:GPU-1")
+    here = Endpoint(host="boot", network=4026531840, process="a1b2", pid=7, device="cuda:GPU-1")
     manifest = Manifest(
         dtypes={"a": torch.float32},
         uses={"a": (Region(0, (2, 3), (8, 1)), Region(100, (), ()))},

@@ -1,12 +1,11 @@
 """A small engine model whose loader fuses, slices and pads as the real ones do, and others that misbehave."""
 
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from wsync.plan import TensorSpec
-from wsync.topology import Endpoint
+from wsync.topology import Endpoint, local_endpoint
 
 HIDDEN, HEADS_OUT, KV_OUT, INTER, VOCAB, PADDED = 12, 8, 4, 20, 11, 16
 
@@ -67,7 +66,7 @@ class ToyLoader:
         self.calls: list[str] = []
 
     def endpoint(self) -> Endpoint:
-        return Endpoint(host="here", pid=os.getpid(), device="cpu")
+        return local_endpoint("cpu")
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         return {**dict(self.model.named_parameters(remove_duplicate=False)), **dict(self.model.named_buffers())}

@@ -46,7 +46,7 @@ class ProducerBench:
         by_rank = self.group.round("metadata", list(producer.metadata()), Deadline.after(self.timeout_s))
         specs = merge_specs([cast("Sequence[TensorSpec]", specs) for specs in by_rank])
         wire = [replace(s, dtype=dtype) if dtype is not None and s.dtype.is_floating_point else s for s in specs]
-        plan = Plan.pack(wire, BUCKET_BYTES)
+        plan = Plan.pack([replace(spec, word_bytes=word_bytes(spec)) for spec in wire], BUCKET_BYTES)
         producer.prepare(plan, senders, self.group)
         return producer, plan
 
@@ -89,7 +89,7 @@ def check_digests(bench: ProducerBench) -> None:
     producer.close()
     shares = bench.group.round("digests", mine, Deadline.after(bench.timeout_s))
     for spec, column in zip(plan.specs, zip(*cast("Sequence[Sequence[int]]", shares), strict=True), strict=True):
-        whole = digest(tensors[spec.name], word_bytes=word_bytes(spec))
+        whole = digest(tensors[spec.name], word_bytes=spec.word_bytes)
         assert sum(column) % 2**64 == whole, f"the shares of {spec.name} do not add up to its digest"
 
 
@@ -132,7 +132,7 @@ def _sync(bench: ProducerBench, producer: Producer, plan: Plan, senders: Sequenc
     producer.open()
     for bucket in plan.buckets:
         slot = torch.full((plan.capacity,), 0xFF, dtype=torch.uint8) if sending else None
-        producer.stage(bucket)
+        producer.stage(bucket, slot)
         bench.group.agree(f"bucket {bucket.index}", None, Deadline.after(bench.timeout_s))
         producer.fill(bucket, slot)
         if slot is not None:

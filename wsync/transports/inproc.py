@@ -227,8 +227,7 @@ class InprocTransport:
 
     def refuse(self, topology: Topology) -> str | None:
         """See `wsync.Transport`."""
-        here = (topology.sender.host, topology.sender.pid)
-        elsewhere = [str(worker) for worker in topology.receivers if (worker.host, worker.pid) != here]
+        elsewhere = [str(worker) for worker in topology.receivers if worker.process != topology.sender.process]
         return f"the trainer is {topology.sender}, a worker is {elsewhere[0]}: not one process" if elsewhere else None
 
     def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> InprocSender:
