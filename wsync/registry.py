@@ -40,6 +40,18 @@ _TRANSPORTS = (
 )
 _TRAINERS = (
     _Entry(
+        name="deepspeed",
+        target="wsync.adapters.trainers.deepspeed:DeepSpeedProducer",
+        serves="a DeepSpeedEngine of ZeRO stage 0 to 3, its module, or a module made under zero.Init",
+        packages=("torch",),
+    ),
+    _Entry(
+        name="fsdp1",
+        target="wsync.adapters.trainers.fsdp1:FSDP1Producer",
+        serves="a module with torch.distributed.fsdp.FullyShardedDataParallel in it",
+        packages=("torch",),
+    ),
+    _Entry(
         name="fsdp",
         target="wsync.adapters.trainers.fsdp:FSDPProducer",
         serves="a module sharded by fully_shard or with DTensor parameters",
