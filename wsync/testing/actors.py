@@ -143,7 +143,7 @@ def consume(pipe: Connection, make_transport: MakeTransport, order: Order) -> No
             pipe.send(("synced", digests))
         if order.keep_views:
             pipe.recv()
-            pipe.send(("kept", [bytes_of(t).numpy().tobytes() for t in kept]))
+            pipe.send(("kept", [bytes_of(t).cpu().numpy().tobytes() for t in kept]))
         pipe.send(("done", (descriptors[0], descriptors[-1])))
     except BaseException as error:
         if receiver is not None:

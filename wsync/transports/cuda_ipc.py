@@ -1,0 +1,137 @@
+"""Processes that share a device: slots in device memory, mapped once by every receiver, ordered by events.
+
+Frames say that work is queued; whether it is done, the device knows. The sender records an event when it has filled a
+slot, which every receiver's stream waits for before it reads; each receiver records one when it has queued its last
+read, which the sender's stream waits for before it writes again. No process waits for the device on the host.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from wsync.deadline import Deadline
+from wsync.errors import PeerError, ProtocolError
+from wsync.protocols import Ticket
+from wsync.topology import Topology
+from wsync.transports.device_memory import HANDLE_BYTES, allocate, device_of, open_exported
+from wsync.transports.listener import Listener, Welcome, connect, listen_here
+from wsync.transports.ring import Ring
+from wsync.transports.slots import SlotMemory, SlotReceiver, SlotSender
+
+
+class _Written(SlotMemory):
+    """The sender's view."""
+
+    def __init__(self, slots: Sequence[torch.Tensor], device: torch.device) -> None:
+        super().__init__(slots)
+        self._device = device
+        self.filled = [_event() for _ in slots]
+        self._read: dict[int, Sequence[Any]] = {}
+
+    def before_write(self, slot: int) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for events in self._read.values():
+            stream.wait_event(events[slot])
+
+    def after_write(self, slot: int) -> None:
+        self.filled[slot].record(torch.cuda.current_stream(self._device))
+
+    def meet(self, receiver: int, facts: Sequence[object]) -> None:
+        if len(facts) != len(self.slots):
+            raise ProtocolError(f"receiver {receiver} has events for {len(facts)} slots; there are {len(self.slots)}")
+        self._read[receiver] = [_opened(self._device, handle) for handle in facts]
+
+
+class _Read(SlotMemory):
+    """A receiver's view."""
+
+    def __init__(self, slots: Sequence[torch.Tensor], device: torch.device, filled: Sequence[object]) -> None:
+        super().__init__(slots)
+        self._device = device
+        self._filled = [_opened(device, handle) for handle in filled]
+        self.read = [_event() for _ in slots]
+
+    def before_read(self, slot: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._filled[slot])
+
+    def after_read(self, slot: int) -> None:
+        self.read[slot].record(torch.cuda.current_stream(self._device))
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device)  # a kernel may still read what is about to be unmapped
+        super().close()
+
+
+class CudaIpcTransport:
+    """Between processes of one host whose weights are on the same device."""
+
+    name = "cuda_ipc"
+
+    def refuse(self, topology: Topology) -> str | None:
+        """See `wsync.Transport`."""
+        if sys.platform != "linux":
+            return f"it needs Linux (abstract sockets); this is {sys.platform}"
+        sender = topology.sender
+        for worker in topology.receivers:
+            if (worker.host, worker.network) != (sender.host, sender.network):
+                return f"the trainer is {sender}, a worker is {worker}: not one host and network namespace"
+            if not worker.device.startswith("cuda:"):
+                return f"a worker is {worker}: its weights are not on a CUDA device"
+            if worker.device != sender.device:
+                return f"the trainer's weights are on {sender.device}, a worker's on {worker.device}"
+        return None
+
+    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> SlotSender:
+        """See `wsync.Transport`. The slots are on the current device."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        handle, slots = allocate(device, slot_bytes, num_slots)
+        with torch.cuda.device(device):
+            memory = _Written(slots, device)
+            events = [event.ipc_handle().hex() for event in memory.filled]
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        welcome = Welcome(facts=(uuid, handle.hex(), slot_bytes, *events))
+        listener = Listener(*listen_here(self.name, generation), receivers)
+        return SlotSender(listener, Ring(slot_bytes, num_slots, receivers), welcome, memory)
+
+    def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> SlotReceiver:
+        """See `wsync.Transport`. Slots are mapped on this process's device of the same UUID."""
+        link, welcome = connect(ticket, index, deadline)
+        try:
+            match welcome.facts:
+                case (str(uuid), str(handle), int(slot_bytes), *events) if events:
+                    device = device_of(uuid)
+                case _:
+                    raise PeerError("the sender gave no device memory")
+            slots = open_exported(device, _bytes_of(handle), slot_bytes, len(events))
+            with torch.cuda.device(device):
+                memory = _Read(slots, device, events)
+                link.send(("slots", *(event.ipc_handle().hex() for event in memory.read)), deadline)
+            return SlotReceiver(link, memory)
+        except BaseException:
+            link.close()
+            raise
+
+
+def _event() -> Any:
+    """An event that has happened: recorded once, so that whoever waits for it first need not know that it is new."""
+    make: Any = torch.cuda.Event
+    event = make(interprocess=True)
+    event.record()
+    return event
+
+
+def _opened(device: torch.device, handle: object) -> Any:
+    events: Any = torch.cuda.Event
+    return events.from_ipc_handle(device, _bytes_of(handle))
+
+
+def _bytes_of(handle: object) -> bytes:
+    """A handle from its hexadecimal form. Raises `ProtocolError` if it is none."""
+    if not isinstance(handle, str) or len(handle) != 2 * HANDLE_BYTES:
+        raise ProtocolError("a peer sent something that is not a handle of device memory or of an event")
+    try:
+        return bytes.fromhex(handle)
+    except ValueError as error:
+        raise ProtocolError("a peer sent a handle that is not hexadecimal") from error
