@@ -1,0 +1,192 @@
+"""Producers for modules under PEFT LoRA, however they are sharded: merged weights, or the adapter alone.
+
+Merged, each rank computes its own part of `W + scaling * B @ A` in float32 as a bucket is staged, and rounds it once,
+to the wire dtype. It reads the base weight and never writes it. A and B are small and may be sharded another way than
+W, so all ranks gather them whole when a sync opens.
+"""
+
+from collections import ChainMap
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from wsync.adapters.trainers.fsdp import FSDPProducer
+from wsync.adapters.trainers.lora_layers import Term, Tuned, examine, is_tuned
+from wsync.adapters.trainers.lora_merge import check_mergeable, merge
+from wsync.adapters.trainers.module import ModuleProducer
+from wsync.adapters.trainers.names import Held, Source, sources
+from wsync.adapters.trainers.sharded import ShardedProducer
+from wsync.deadline import Deadline
+from wsync.errors import MismatchError, UnsupportedError, first_five
+from wsync.group import Group
+from wsync.handshake import merge_specs
+from wsync.plan import ALIGNMENT_BYTES, Plan, TensorSpec
+from wsync.regions import Region
+
+_SHARDINGS: tuple[type[ShardedProducer], ...] = (FSDPProducer, ModuleProducer)
+
+
+class LoRAProducer(ShardedProducer):
+    """Exports the weights that PEFT's `merge_and_unload` would leave, under the names of the model inside.
+
+    Several active adapters add up. Copies that `modules_to_save` trains stand in for the originals.
+    """
+
+    def __new__(cls, module: nn.Module) -> "LoRAProducer":
+        """A producer for the way in which `module` is sharded. Raises `UnsupportedError`."""
+        return cast("LoRAProducer", super().__new__(_combine(cls, _sharding(module))))
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._factors = LoRAFactors(module)
+        self._tuned: Tuned | None = None
+        self._terms: Mapping[str, tuple[Term, ...]] = {}
+        self._whole: Mapping[str, torch.Tensor] = {}
+        self._merged: dict[str, torch.Tensor] = {}
+
+    @staticmethod
+    def matches(obj: object) -> bool:
+        """Whether `obj` is a PEFT model, or a module with PEFT's layers in it."""
+        return is_tuned(obj)
+
+    def metadata(self) -> Sequence[TensorSpec]:
+        """See `wsync.Producer`. Raises `UnsupportedError` naming the layer that cannot be merged."""
+        specs = super().metadata()
+        self._terms = self._seen().terms
+        for name, terms in self._terms.items():
+            check_mergeable(name, self._layouts[name], terms)
+        self._factors.metadata()
+        return specs
+
+    def prepare(self, plan: Plan, senders: Sequence[int], group: Group) -> None:
+        """See `wsync.Producer`. *Collective*: one round, on who has which part of the factors."""
+        super().prepare(plan, senders, group)
+        self._factors.meet(group)
+
+    def open(self) -> None:
+        """See `wsync.Producer`. *Collective* where factors are sharded: gathers them."""
+        super().open()
+        terms = self._seen().terms
+        changed = [name for name in {**self._terms, **terms} if _shown(self._terms, name) != _shown(terms, name)]
+        if changed:
+            raise MismatchError(
+                f"{len(changed)} tensors of {self._kind} have other active adapters than at connect: "
+                f"{first_five(changed)}; connect again"
+            )
+        self._terms = terms
+        self._factors.open()
+        self._whole = self._factors.collect()
+
+    def close(self) -> None:
+        """See `wsync.Producer`."""
+        super().close()
+        self._factors.close()
+        self._whole, self._merged = {}, {}
+
+    def _held(self, module: nn.Module) -> Mapping[str, Held]:
+        held = super()._held(module)
+        self._tuned = tuned = examine(module, list(held))
+        return {clean: held[name] for name, clean in tuned.names.items()}
+
+    def _sources(self, module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
+        return sources(self._seen().model, _untie(held, self._seen().terms))
+
+    def _in_place(self, name: str, shape: tuple[int, ...]) -> tuple[str, Region] | None:
+        return None if self._parents[name] in self._terms else super()._in_place(name, shape)
+
+    def _readable(self, parents: Collection[str]) -> Mapping[str, torch.Tensor]:
+        """Merges what of `parents` has adapters; what the call before merged and this one needs too is kept."""
+        tensors, before = self._opened(), self._merged
+        self._merged = {}
+        for name in parents:
+            if name in before:
+                self._merged[name] = before[name]
+            elif name in self._terms:
+                self._merged[name] = merge(tensors[name], self._layouts[name], self._terms[name], self._whole)
+        return ChainMap(self._merged, tensors)
+
+    def _seen(self) -> Tuned:
+        assert self._tuned is not None
+        return self._tuned
+
+
+class LoRAFactors(ShardedProducer):
+    """Exports A, B and magnitudes of all active adapters by their names in the module, for the ranks themselves."""
+
+    def __new__(cls, module: nn.Module) -> "LoRAFactors":
+        """A producer for the way in which `module` is sharded. Raises `UnsupportedError`."""
+        return cast("LoRAFactors", super().__new__(_combine(cls, _sharding(module))))
+
+    def metadata(self) -> Sequence[TensorSpec]:
+        """See `wsync.Producer`."""
+        self._specs = super().metadata()
+        return self._specs
+
+    def meet(self, group: Group) -> None:
+        """*Collective.* Prepare to bring every factor to every rank, all in one bucket."""
+        by_rank = group.round("LoRA factors", list(self._specs), Deadline.after(group.timeout_s))
+        specs = merge_specs([cast("Sequence[TensorSpec]", specs) for specs in by_rank])
+        room = sum(spec.nbytes + ALIGNMENT_BYTES for spec in specs)
+        self.prepare(Plan.pack(specs, max(room, ALIGNMENT_BYTES)), range(group.world_size), group)
+
+    def collect(self) -> Mapping[str, torch.Tensor]:
+        """*Collective* unless every rank has them whole. Full factors by name; do not write."""
+        plan, group = self._prepared()
+        found: dict[str, torch.Tensor] = {}
+        for bucket in plan.buckets:
+            tensors = self.references(bucket)
+            if tensors is None:
+                slot = self._allocate(bucket.nbytes)
+                self.stage(bucket, slot)
+                group.agree("LoRA factors", None, Deadline.after(group.timeout_s))
+                self.fill(bucket, slot)
+                tensors = [view for _, view in bucket.views(slot)]
+            found |= {meta.name: tensor for meta, tensor in zip(bucket.tensors, tensors, strict=True)}
+        return found
+
+    def _held(self, module: nn.Module) -> Mapping[str, Held]:
+        held = super()._held(module)
+        return {name: held[name] for name in examine(module, list(held)).factors()}
+
+    def _sources(self, module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
+        return [
+            Source(name=name, shape=item.shape, parent=name, region=Region.whole(item.shape), optional=False)
+            for name, item in held.items()
+        ]
+
+
+def _sharding(module: nn.Module) -> type[ShardedProducer]:
+    for kind in _SHARDINGS:
+        if cast(Any, kind).matches(module):
+            return kind
+    raise UnsupportedError(
+        f"this {type(module).__name__} has LoRA adapters and is sharded in a way in which they cannot be merged; plain "
+        f"modules, DDP, fully_shard and DTensor parameters can"
+    )
+
+
+def _combine(lora: type[ShardedProducer], sharding: type[ShardedProducer]) -> type[ShardedProducer]:
+    """What `lora` exports, with the regions that `sharding` finds."""
+    return type(f"{lora.__name__}Over{sharding.__name__}", (lora, sharding), {})
+
+
+def _untie(held: Mapping[str, Held], terms: Mapping[str, tuple[Term, ...]]) -> dict[str, Held]:
+    """`held` with a stand-in for each tensor that is merged: what is added to one of a tied pair parts them."""
+    return {
+        name: Held(
+            tensor=torch.empty(item.shape, dtype=item.tensor.dtype, device="meta"),
+            shape=item.shape,
+            optional=item.optional,
+        )
+        if name in terms
+        else item
+        for name, item in held.items()
+    }
+
+
+def _shown(terms: Mapping[str, tuple[Term, ...]], name: str) -> list[Term]:
+    """All of the terms of a tensor but their scalings, which may change from sync to sync."""
+    return [replace(term, scaling=0.0) for term in terms.get(name, ())]
