@@ -2,9 +2,11 @@
 
 Two channels. *Rounds* run over a key-value store: every rank posts one small message and reads everyone's, so a rank
 that failed, went another way or never came is known by name. *Data* runs over a communicator of wsync's own; if it
-breaks, the trainer's groups are untouched and the next sync builds a new one.
+breaks, the trainer's groups are untouched and the next sync builds a new one. Beside them lifelines, made by the first
+round, end every wait as soon as a rank dies.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -15,13 +17,22 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from wsync import wire
+from wsync.background import Background
 from wsync.deadline import Deadline
 from wsync.errors import ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError
+from wsync.lifelines import Lifelines
+from wsync.protocols import Ticket
 
 T = TypeVar("T")
 
 _STORE_VALUE_BYTES = 4 << 20
 """Longer messages are cut: TCPStore drops a client that sends more than 8 MiB in one value."""
+
+_LOOK_S = 0.25
+"""How often, in seconds, a wait on the store looks up whether a rank has died."""
+
+_GRACE_S = 1.0
+"""How much longer a transfer's own thread is waited for, so that its words come through."""
 
 
 class Group:
@@ -43,6 +54,8 @@ class Group:
         self._step = 0
         self._previous_keys: list[str] = []
         self._data: dist.ProcessGroup | None = None
+        self._lifelines = Lifelines(rank, world_size)
+        weakref.finalize(self, self._lifelines.close).atexit = False  # an exit without close is a death to the others
 
     def enter(self) -> int:
         """Begin the next collective call, and return its number.
@@ -99,16 +112,26 @@ class Group:
         The first transfer after `reset` connects all ranks: each of them must make it, if only to itself.
 
         Raises:
+            RankError: a rank died; the communicator is dropped.
             TransportError: a peer closed the connection; the communicator is dropped.
             SyncTimeout: not done before `deadline`; the communicator is dropped.
         """
         if not sends and not receives:
             return
-        data = self._communicator(sends[0][1] if sends else receives[0][1])
-        works = [data.recv([tensor], peer, 0) for peer, tensor in receives if tensor.numel()]
-        works += [data.send([tensor], peer, 0) for peer, tensor in sends if tensor.numel()]
         peers = sorted({peer for peer, _ in (*sends, *receives)})
-        self._finish(works, f"trainer ranks {peers}", deadline)
+        waiting_for = f"trainer ranks {peers}"
+        sample = sends[0][1] if sends else receives[0][1]
+        current, store, name = self._data, self._private_store(), f"data/{self._epoch}"
+
+        def move() -> dist.ProcessGroup:
+            data = current or self._communicator(sample, store, name)
+            works = [data.recv([tensor], peer, 0) for peer, tensor in receives if tensor.numel()]
+            works += [data.send([tensor], peer, 0) for peer, tensor in sends if tensor.numel()]
+            for work in works:
+                work.wait(timedelta(seconds=deadline.remaining(waiting_for)))
+            return data
+
+        self._data = self._await(Background(f"the transfer with {waiting_for}", move), deadline)
 
     def reset(self) -> None:
         """Drop the data communicator. The next transfer builds one, which every rank must then do."""
@@ -117,6 +140,7 @@ class Group:
     def close(self) -> None:
         """Drop the communicator. The last messages stay in the store: another rank may still be reading them."""
         self.reset()
+        self._lifelines.close()
 
     def _reported(self, phase: str, make: Callable[[], T]) -> T:
         try:
@@ -129,17 +153,14 @@ class Group:
         if self.world_size == 1:
             return [envelope]
         store = self._private_store()
-        mine = self._post(envelope)
         step = self._step
+        if not (step or self.rank):
+            envelope["link"] = self._lifelines.invite(store)
+        mine = self._post(envelope)
         heads = [self._key(step, rank) for rank in range(self.world_size)]
         missing = self._wait(store, heads, deadline)
         if missing:
-            error = RankError(
-                f"trainer rank(s) {missing} did not reach phase {phase!r} of wsync call {self._epoch} within "
-                f"{deadline.timeout_s:g} s; this is rank {self.rank} of {self.world_size}. "
-                f"Every rank must call wsync in the same order",
-                missing,
-            )
+            error = self._absence(phase, missing, deadline)
             if not step:
                 store.set(self._over(self._epoch), "")
             self._step += 1
@@ -149,21 +170,45 @@ class Group:
         self._forget()
         self._previous_keys = mine
         self._step += 1
+        invitation = replies[0].get("link")
+        if self.rank and isinstance(invitation, Ticket):
+            self._lifelines.join(invitation)
         self._check(phase, replies)
         return replies
 
     def _wait(self, store: Store, heads: Sequence[str], deadline: Deadline) -> list[int]:
-        """Wait for every rank's message. Returns the ranks whose message is not there at the deadline."""
-        try:
-            store.wait(list(heads), timedelta(seconds=deadline.remaining("other trainer ranks")))
-        except (RuntimeError, SyncTimeout) as error:  # what a wait that was too long raises depends on the store
+        """Wait for every rank's message. Returns the ranks whose message is missing at the deadline, or for ever."""
+        while True:
             try:
-                return [rank for rank, head in enumerate(heads) if not store.check([head])]
-            except RuntimeError:
-                raise TransportError(
-                    f"rank {self.rank}: the store that connects the trainer ranks is gone: {error}"
-                ) from error
-        return []
+                store.wait(list(heads), timedelta(seconds=min(_LOOK_S, deadline.remaining("other trainer ranks"))))
+                return []
+            except (RuntimeError, SyncTimeout) as error:  # what a wait that was too long raises depends on the store
+                try:
+                    missing = [rank for rank, head in enumerate(heads) if not store.check([head])]
+                except RuntimeError:
+                    raise TransportError(
+                        f"rank {self.rank}: the store that connects the trainer ranks is gone: {error}"
+                    ) from error
+                if not missing or isinstance(error, SyncTimeout) or set(missing).intersection(self._lifelines.lost):
+                    return missing
+
+    def _absence(self, phase: str, missing: Sequence[int], deadline: Deadline) -> RankError:
+        dead = sorted(set(missing).intersection(self._lifelines.lost))
+        if dead:
+            return self._death(dead, f"before phase {phase!r} of wsync call {self._epoch}")
+        return RankError(
+            f"trainer rank(s) {missing} did not reach phase {phase!r} of wsync call {self._epoch} within "
+            f"{deadline.timeout_s:g} s; this is rank {self.rank} of {self.world_size}. "
+            f"Every rank must call wsync in the same order",
+            missing,
+        )
+
+    def _death(self, dead: Sequence[int], when: str) -> RankError:
+        return RankError(
+            f"trainer rank(s) {list(dead)} died {when}: its process ended, or its host cannot be reached; this is rank "
+            f"{self.rank} of {self.world_size}. Start the trainer again",
+            dead,
+        )
 
     def _check(self, phase: str, replies: Sequence[dict[str, object]]) -> None:
         failed = {rank: reply["error"] for rank, reply in enumerate(replies) if reply["error"] is not None}
@@ -194,7 +239,7 @@ class Group:
         head = self._key(step, rank)
         parts = int(store.get(head))
         envelope = wire.unpack(b"".join(store.multi_get([f"{head}/{index}" for index in range(parts)])))
-        if not isinstance(envelope, dict) or envelope.keys() != {"phase", "message", "error"}:
+        if not isinstance(envelope, dict) or envelope.keys() - {"link"} != {"phase", "message", "error"}:
             raise ProtocolError(f"trainer rank {rank} posted something that is not a wsync round message")
         return cast("dict[str, object]", envelope)
 
@@ -220,29 +265,33 @@ class Group:
             )
         return self._store
 
-    def _communicator(self, sample: torch.Tensor) -> dist.ProcessGroup:
-        if self._data is None:
-            if sample.device.type != "cpu":
-                raise UnsupportedError(
-                    f"gathering shards on {sample.device} is not supported yet; trainer shards must be on the CPU"
-                )
-            store = PrefixStore(f"data/{self._epoch}", self._private_store())
-            gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self.timeout_s))
-            boxed = dist.ProcessGroup(store, self.rank, self.world_size)
-            boxed._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-            self._data = boxed
-        return self._data
+    def _communicator(self, sample: torch.Tensor, store: Store, name: str) -> dist.ProcessGroup:
+        if sample.device.type != "cpu":
+            raise UnsupportedError(
+                f"gathering shards on {sample.device} is not supported yet; trainer shards must be on the CPU"
+            )
+        store = PrefixStore(name, store)
+        gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self.timeout_s))
+        boxed = dist.ProcessGroup(store, self.rank, self.world_size)
+        boxed._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        return boxed
 
-    def _finish(self, works: Sequence[dist.Work], waiting_for: str, deadline: Deadline) -> None:
+    def _await(self, call: Background[dist.ProcessGroup], deadline: Deadline) -> dist.ProcessGroup:
+        """The communicator that `call` used. A transfer that broke, or that a death leaves hanging, is left behind."""
+        lifelines = self._lifelines
+        call.add_done_callback(lifelines.notify)
         try:
-            for work in works:
-                work.wait(timedelta(seconds=deadline.remaining(waiting_for)))
-        except SyncTimeout:
+            lifelines.wait(lambda: call.done, deadline.remaining(call.name) + _GRACE_S)
+            if not call.done and lifelines.lost:
+                raise self._death(sorted(lifelines.lost), f"during {call.name}")
+            return call.result(deadline.restart() if call.done else deadline)
+        except (SyncTimeout, RankError, UnsupportedError):
             self.reset()
             raise
         except RuntimeError as error:
             self.reset()
+            if lifelines.wait(lambda: False, _GRACE_S):
+                raise self._death(sorted(lifelines.lost), f"during {call.name}") from error
             raise TransportError(
-                f"rank {self.rank}: the data transfer with {waiting_for} broke or passed its deadline of "
-                f"{deadline.timeout_s:g} s: {error}"
+                f"rank {self.rank}: {call.name} broke or passed its deadline of {deadline.timeout_s:g} s: {error}"
             ) from error
