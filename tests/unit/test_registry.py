@@ -42,16 +42,19 @@ def install(monkeypatch: pytest.MonkeyPatch, group: str, value: str) -> None:
     monkeypatch.setattr(registry, "entry_points", lambda group: entries.select(group=group))
 
 
+BUILT_IN = ["inproc", "shm", "nccl", "hccl", "gloo"]
+
+
 def test_built_in_transports_in_order_of_preference() -> None:
-    assert [transport.name for transport in registry.transports()] == ["inproc", "shm"]
+    assert [transport.name for transport in registry.transports()] == BUILT_IN
     assert registry.transport("shm").name == "shm"
-    assert [t.name for t in registry.transports_for("auto")] == ["inproc", "shm"]
-    assert [t.name for t in registry.transports_for("shm")] == ["inproc", "shm"]
+    assert [t.name for t in registry.transports_for("auto")] == BUILT_IN
+    assert [t.name for t in registry.transports_for("shm")] == BUILT_IN
 
 
 def test_an_unknown_transport_lists_what_is_there() -> None:
     for find in (registry.transport, registry.transports_for):
-        with pytest.raises(UnsupportedError, match=r"'carrier-pigeon'; choose one of: inproc, shm"):
+        with pytest.raises(UnsupportedError, match=r"'carrier-pigeon'; choose one of: gloo, hccl, inproc, nccl, shm"):
             find("carrier-pigeon")
 
 
@@ -115,7 +118,7 @@ def test_entry_points_come_before_what_is_built_in(monkeypatch: pytest.MonkeyPat
 
 def test_entry_points_add_transports_after_the_built_in_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "wsync.transports", f"{__name__}:Plugin")
-    assert [t.name for t in registry.transports()] == ["inproc", "shm", "plugin"]
+    assert [t.name for t in registry.transports()] == [*BUILT_IN, "plugin"]
     assert registry.transport("plugin").name == "plugin"
 
 

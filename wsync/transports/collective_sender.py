@@ -1,0 +1,193 @@
+"""The sender of a collective: slots, who is ready for which bucket, and what was broadcast."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import torch
+
+from wsync.deadline import Deadline
+from wsync.errors import ClosedError, PeerError, ProtocolError, TransportError, UnsupportedError
+from wsync.plan import Bucket
+from wsync.protocols import Ticket
+from wsync.transports.collective_end import FRAME_TIMEOUT_S, End
+from wsync.transports.collective_group import Broadcast, Mover, host_store
+from wsync.transports.link import Link, wait_any
+from wsync.transports.listener import Listener, Welcome
+from wsync.transports.ring import Ring, failed
+
+
+class SendingEnd(End):
+    def __init__(self, slots: Sequence[torch.Tensor], ring: Ring) -> None:
+        super().__init__(slots)
+        self.ring = ring
+        self.links: dict[int, Link] = {}
+        self.gone: dict[int, str] = {}
+        self.failure: tuple[int, str, str] | None = None
+        self.ready = [0] * len(ring.released)
+        self.sizes: list[int] = []
+        self.launched = 0
+        self.moved = 0
+
+    def heard(self) -> bool:
+        return self.closed or bool(self.gone) or self.failure is not None
+
+    def alive(self) -> list[Link]:
+        """Links that still say something."""
+        return [] if self.closed else [link for index, link in self.links.items() if index not in self.gone]
+
+    def hear(self) -> None:
+        """Take in what receivers have said, without waiting."""
+        with self.changed:
+            for index, link in self.links.items():
+                try:
+                    while not self.closed and index not in self.gone and (frame := link.receive()) is not None:
+                        self._take(index, frame)
+                except (PeerError, ProtocolError) as error:
+                    self.gone[index] = str(error)
+            self.launch()
+            self.changed.notify_all()
+
+    def launch(self) -> None:
+        """Start the broadcasts that everybody is ready for. Call with `changed` held."""
+        while not self.heard() and self.launched < min(len(self.sizes), *self.ready) and self.mover is not None:
+            slot = self.slots[self.launched % len(self.slots)]
+            self.mover.put(self.launched, slot[: self.sizes[self.launched]])
+            self.launched += 1
+
+    def arrived(self, number: int) -> None:
+        """Broadcast `number` is through."""
+        with self.changed:
+            self.moved = number + 1
+            self.changed.notify_all()
+
+    def check(self, alive: Sequence[int]) -> None:
+        """Raises what keeps the sender from going on with the receivers `alive`."""
+        if self.closed:
+            raise ClosedError("this sender was closed")
+        if self.failure is not None:
+            raise failed(*self.failure)
+        gone = [self.gone[index] for index in sorted(set(alive).intersection(self.gone))]
+        if gone:
+            raise PeerError("; ".join(gone))
+        if self.broken:
+            raise TransportError(self.broken)
+
+    def _take(self, index: int, frame: tuple[object, ...]) -> None:
+        match frame:
+            case ("ready", int(number)) if number == self.ready[index] < len(self.sizes):
+                self.ready[index] += 1
+            case ("release", int(number)):
+                self.ring.release(index, number)
+            case ("fail", str(message), str(trace)):
+                self.failure = self.failure or (index, message, trace)
+            case _:
+                raise ProtocolError(f"receiver {index} sent an unknown frame {str(frame[0])[:20]!r}")
+
+
+class CollectiveSender:
+    """Meets `wsync.Sender`. `close` may be called from any thread, the rest from one at a time."""
+
+    by_reference = False
+
+    def __init__(self, listener: Listener, host: str, form: Callable[..., Broadcast], end: SendingEnd) -> None:
+        self._listener, self._host, self._form, self._end = listener, host, form, end
+        self._welcome = Welcome(facts=(end.slots[0].numel(), len(end.slots)))
+
+    @property
+    def held_bytes(self) -> int:
+        """See `wsync.Sender`."""
+        return sum(slot.nbytes for slot in self._end.slots)
+
+    def ticket(self) -> Ticket:
+        """See `wsync.Sender`."""
+        return self._listener.ticket
+
+    def accept(self, deadline: Deadline) -> None:
+        """See `wsync.Sender`. `deadline.timeout_s` is the longest time of a broadcast from here on."""
+        end, listener = self._end, self._listener
+        while True:
+            with end.changed:
+                end.check(list(end.links))
+                for index, link in listener.admit(self._welcome):
+                    end.links[index] = link
+            if not listener.absent:
+                break
+            refused = f" (turned away: {listener.refused})" if listener.refused else ""
+            filenos = [*listener.filenos(), *(fd for link in end.alive() for fd in link.filenos())]
+            wait_any(filenos, deadline, f"receiver(s) {sorted(listener.absent)} to connect{refused}")
+            end.hear()
+        listener.close()
+        self._meet(deadline.timeout_s)
+        end.listen(end.alive, end.hear)
+
+    def acquire(self, deadline: Deadline) -> torch.Tensor:
+        """See `wsync.Sender`."""
+        end = self._end
+        with end.changed:
+            slot, count = end.ring.acquire()
+            self._wait(count, list(end.links), deadline)
+            end.ring.acquired()
+            return end.slots[slot]
+
+    def commit(self, bucket: Bucket) -> None:
+        """See `wsync.Sender`. Raises `PeerError` if a receiver is gone."""
+        end = self._end
+        with end.changed:
+            end.check(list(end.links))
+            number = end.ring.commit(bucket)
+            end.sizes.append(bucket.nbytes)
+        deadline = Deadline.after(FRAME_TIMEOUT_S)
+        for index, link in end.links.items():
+            try:
+                link.send(("commit", number, bucket.index, bucket.nbytes), deadline)
+            except PeerError as error:
+                end.hear()  # its last words may lie unread
+                with end.changed:
+                    end.gone.setdefault(index, str(error))
+        with end.changed:
+            end.check(list(end.links))
+
+    def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
+        """Not here: raises `UnsupportedError`."""
+        raise UnsupportedError("a collective cannot hand tensors over: receivers get copies of its slots")
+
+    def drain(self, deadline: Deadline) -> None:
+        """See `wsync.Sender`."""
+        with self._end.changed:
+            self._wait(self._end.ring.published, (), deadline)
+
+    def close(self) -> None:
+        """See `wsync.Sender`."""
+        end = self._end
+        if not end.closed:
+            with end.changed:
+                end.closed = True
+                end.changed.notify_all()
+            self._listener.shutdown()
+            end.leave(list(end.links.values()))
+            self._listener.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _meet(self, timeout_s: float) -> None:
+        """Tell the receivers where to meet, and form the group behind the caller's back."""
+        end = self._end
+        store, port = host_store(self._host, timeout_s)
+        for link in end.links.values():
+            with suppress(PeerError):  # heard at the next wait
+                link.send(("form", port, len(end.links) + 1, float(timeout_s)), Deadline.after(FRAME_TIMEOUT_S))
+        form = partial(self._form, store, self.ticket().address, 0, len(end.links) + 1, self._host, timeout_s)
+        with end.changed:
+            end.mover = Mover(form, end.arrived, end.fail)
+
+    def _wait(self, count: int, alive: Sequence[int], deadline: Deadline) -> None:
+        """Until everybody has released `count` buckets. Call with `changed` held."""
+        end = self._end
+        while True:
+            behind = end.ring.behind(count)
+            end.check([*alive, *behind])
+            if not behind and end.moved >= count:
+                return
+            end.changed.wait(deadline.remaining(f"receiver(s) {behind} to release a slot"))
