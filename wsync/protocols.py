@@ -12,16 +12,18 @@ old version. Each method says what it raises and what state it leaves.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
 from wsync.config import PauseMode
 from wsync.deadline import Deadline
-from wsync.group import Group
 from wsync.plan import Bucket, Plan, TensorSpec
 from wsync.regions import Region
 from wsync.topology import Endpoint, Topology
+
+if TYPE_CHECKING:
+    from wsync.group import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,7 @@ class Producer(Protocol):
         """
         ...
 
-    def prepare(self, plan: Plan, senders: Sequence[int], group: Group) -> None:
+    def prepare(self, plan: Plan, senders: Sequence[int], group: "Group") -> None:
         """Take the plan. `senders` are the trainer ranks whose `fill` gets a slot. Local; once per plan."""
         ...
 
