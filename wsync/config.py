@@ -32,7 +32,13 @@ class SyncConfig:
     """Longest wait, in seconds, for any single peer, rank or engine call before an error is raised."""
 
     pause: PauseMode = "wait"
-    """What happens to requests in flight: "abort" ends them, "wait" lets them finish, "keep" freezes them."""
+    """What happens to requests in flight: "abort" ends them, "wait" lets them finish, "keep" freezes them.
+
+    A `vllm.LLM` works on requests only while one of its methods runs. So nothing is in flight during a sync but what
+    `enqueue` added, and with "wait" that is an `EngineStateError` which says so, raised before anything moves: call
+    `llm.wait_for_completion()` first, it returns the outputs. With "abort" such requests end without an output, with
+    "keep" they go on under the new weights at the next `wait_for_completion`. The embedded engine (hf) has no "keep".
+    """
 
     verify: VerifyMode | None = None
     """"digest" compares a 64-bit digest of every tensor on both sides before the version is published."""

@@ -102,8 +102,8 @@ class Session:
         for engine, choice in zip(self.engines, agreement.choices, strict=True):
             text.append(f"{engine.name}: {choice.explain()}")
         for manifest in agreement.manifests:
-            text.append(f"worker: {manifest.replayed} tensors copied by plan, plan {manifest.verified}")
-            text += [f"  {name} through the engine's loader: {why}" for name, why in manifest.through_loader.items()]
+            text.append(f"worker: {manifest.replayed} tensors copied by plan ({manifest.verified})")
+            text += _through_loader(manifest.through_loader)
         if agreement.left_out:
             text.append(f"not wanted by any engine: {first_five(agreement.left_out)}")
         return "\n".join(text)
@@ -320,3 +320,14 @@ class Session:
             peak_bytes=held,
             through_loader=max((len(m.through_loader) for m in self._agreement.manifests), default=0),
         )
+
+
+def _through_loader(reasons: Mapping[str, str]) -> list[str]:
+    """A line for each reason, with the tensors that have it."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    return [
+        f"  {len(those)} tensor(s) through the engine's own loader ({first_five(those)}): {why}"
+        for why, those in names.items()
+    ]

@@ -12,6 +12,7 @@
     detach    address (None: any)
 """
 
+import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ class _Attachment:
 
 
 class Worker:
-    """One worker's answers. `abort` and `hello` may come on another thread while `update` runs."""
+    """One worker's answers. `abort`, `hello` and `detach` may come on another thread while `update` runs."""
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class Worker:
         self._load: LoadPlan | None = None
         self._verdict: tuple[tuple[Write, ...], tuple[str, Sequence[str]]] | None = None
         self._attachment: _Attachment | None = None
+        self._detaching = threading.Lock()
         self._methods: dict[str, Callable[[Message], Message]] = {
             "hello": self._hello,
             "describe": self._describe,
@@ -160,14 +162,18 @@ class Worker:
         index = int(message["first_index"]) + self._rank
         deadline = Deadline.after(float(message["timeout_s"]))
         receiver = self._transport(ticket.transport).receiver(ticket, index, deadline)
-        self._attachment = _Attachment(ticket.address, plan, routine, receiver)
+        with self._detaching:
+            self._attachment = _Attachment(ticket.address, plan, routine, receiver)
         return {}
 
     def _detach(self, message: Message) -> Message:
-        attachment, address = self._attachment, message["address"]
-        if attachment is not None and address in (None, attachment.address):
+        address = message["address"]
+        with self._detaching:
+            attachment = self._attachment
+            if attachment is None or address not in (None, attachment.address):
+                return {}
             self._attachment = None
-            attachment.receiver.close()
+        attachment.receiver.close()
         return {}
 
     def _update(self, message: Message) -> Message:

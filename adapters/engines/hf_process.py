@@ -100,8 +100,12 @@ class _Channel:
         self._state = threading.Lock()
         self._waiting: dict[int | None, Future[object]] = {}
         self._over: Callable[[], WsyncError] | None = None
-        for loop in (self._receive, self._transmit):
-            threading.Thread(target=loop, name=f"wsync {self._name}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=loop, name=f"wsync {self._name}", daemon=True)
+            for loop in (self._receive, self._transmit)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def ask(
         self,
@@ -139,7 +143,7 @@ class _Channel:
         self._outbox.put({"id": None, "op": op, "args": args})
 
     def end(self) -> None:
-        """Kill the process and wait until it is gone. May be called twice."""
+        """Kill the process and wait until it and both threads are gone. May be called twice."""
         with self._state:
             if self._over is None:
                 self._over = lambda: ClosedError(f"{self._name} was shut down")
@@ -147,6 +151,9 @@ class _Channel:
         self.process.wait()
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # which collects garbage, maybe
+                thread.join(_EXIT_TIMEOUT_S)
 
     def _transmit(self) -> None:
         """Send requests in order. On a thread of its own: a stalled worker makes nobody wait beyond his deadline."""

@@ -22,6 +22,7 @@ from wsync.adapters.engines.hf_model import LocalModel
 from wsync.adapters.engines.hf_process import FOREVER_S
 from wsync.deadline import Deadline
 from wsync.errors import PeerError, WsyncError
+from wsync.extras import importing
 
 
 class _Server:
@@ -69,8 +70,9 @@ class _Server:
         return None
 
     def _load(self, folder: str, dtype: Any, device: str) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
+        with importing("hf", "the worker process of an hf engine"):
+            from transformers import AutoModelForCausalLM
+            from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True)

@@ -109,7 +109,7 @@ class VLLMEngine(WorkerEngine):
             found = entries.pop(name, None)
             hidden = found.hides if isinstance(found, _Refusal) else found
             if reason is not None:
-                entries[name] = _Refusal(reason, hidden)
+                entries[name] = _Refusal(self, name, hidden)
             elif hidden is not None:
                 entries[name] = hidden
 
@@ -262,7 +262,6 @@ class VLLMEngine(WorkerEngine):
             ready = wait([ended, *self._lifelines()], left_s)
         if not ready and deadline is not None:
             self.guard(self._reason_not_to_serve())
-            call.add_done_callback(lambda: self.guard(self._reason_not_to_serve()))
             raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {name}")
         if not call.done:
             self._dead = f"{self.name} died: {self._obituary(ready)}, while waiting for {call.name}"
@@ -285,14 +284,18 @@ class VLLMEngine(WorkerEngine):
 
 
 class _Refusal:
-    """Stands in for a method of the engine and remembers what it hides."""
+    """Stands in for a method of the engine and remembers what it hides. Goes away once there is no reason any more."""
 
-    def __init__(self, reason: str, hides: Any) -> None:
-        self._reason = reason
+    def __init__(self, engine: VLLMEngine, name: str, hides: Any) -> None:
+        self._engine, self._name = engine, name
         self.hides = hides
 
-    def __call__(self, *args: object, **kwargs: object) -> None:
-        raise EngineStateError(self._reason)
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        reason = self._engine._reason_not_to_serve()
+        if reason is not None:
+            raise EngineStateError(reason)
+        self._engine.guard(None)  # an answer that was late has come
+        return getattr(self._engine._llm().llm_engine, self._name)(*args, **kwargs)
 
 
 def _unanswered(engine: VLLMEngine, call: Background[Any]) -> str:

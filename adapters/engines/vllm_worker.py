@@ -12,6 +12,7 @@ import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,15 @@ from safetensors import safe_open
 from wsync import wire
 from wsync.adapters.engines import vllm_reload
 from wsync.errors import EngineStateError, first_five
+from wsync.plan import TensorSpec
+from wsync.protocols import Manifest
 from wsync.topology import Endpoint, local_endpoint
 from wsync.worker import Worker
 
 EXTENSION = "wsync.adapters.engines.vllm_worker.WorkerExtension"
+
+_RELOAD = "vLLM repacked its weights after it loaded them; its layerwise reload takes tensors and repacks each layer"
+_RELOAD_UNVERIFIED = "unverified: vLLM repacked its weights, which cannot be compared with a checkpoint any more"
 
 
 class WorkerExtension:
@@ -52,6 +58,13 @@ class _Worker(Worker):
         super().__init__(loader, rank=rank)
         self._vllm = loader
 
+    def _examine(self, specs: Sequence[TensorSpec], void: bool) -> Manifest:
+        self._vllm.settle()
+        found = super()._examine(specs, void)
+        if not self._vllm.repacked:
+            return found
+        return replace(found, through_loader=dict.fromkeys(found.through_loader, _RELOAD), verified=_RELOAD_UNVERIFIED)
+
     def handle(self, method: str, payload: bytes) -> bytes:
         if method == "read" and self._vllm.repacked:
             message = f"{self._vllm.engine} repacked its weights after loading them; they cannot be shown"
@@ -70,7 +83,7 @@ class VLLMLoader:
         self._in_place: bool | None = None
         self._stand_ins: vllm_reload.StandIns | None = None
         self._reloading = False
-        self._addresses: Mapping[str, int] | None = None
+        self._addresses: Mapping[str, int] = {}
         # Never read. In a rehearsal it is written for each tensor, which tells the dry run that more happens to it
         # than a copy into a parameter: the reload keeps it and repacks it.
         self._elsewhere = torch.empty((), dtype=torch.uint8)
@@ -109,8 +122,7 @@ class VLLMLoader:
             if stand_ins is None:
                 model.load_weights(weights)
             elif self._reloading:
-                # The reload holds tensors until their layer is complete; a slot is taken back before that.
-                model.load_weights((name, tensor.clone()) for name, tensor in weights)
+                model.load_weights(weights)  # it keeps them until their layer is complete: they are its own
             else:
                 with stand_ins.placed(model):
                     model.load_weights(self._marked(weights))
@@ -124,10 +136,14 @@ class VLLMLoader:
         files = _weight_files(folder)
         return _stream(files) if files else None
 
+    def settle(self) -> None:
+        """A new connection: wherever parameters lie now is where they must stay."""
+        self._addresses = _addresses(self._model())
+
     def begin(self) -> None:
-        """Remember where every parameter lies; open a reload where one is needed."""
+        """Open a reload where one is needed. Raises `EngineStateError` if a parameter has moved since `settle`."""
         model = self._model()
-        self._addresses = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+        self._check_places("since it was connected")
         if self.repacked:
             self._reloading = True
             with self._context():
@@ -142,13 +158,7 @@ class VLLMLoader:
                 self._reloading = False
             else:
                 _process_attention(model, worker.model_config)
-        now = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
-        moved = [name for name, address in (self._addresses or {}).items() if now.get(name) != address]
-        if moved:
-            raise EngineStateError(
-                f"{self.engine} moved {len(moved)} parameter(s) while it loaded: {first_five(moved)}. CUDA graphs may "
-                f"still read the old memory; restart the engine"
-            )
+        self._check_places("while it loaded")
 
     def rollback(self) -> None:
         """Close a failed reload, so that the next one starts afresh."""
@@ -156,6 +166,16 @@ class VLLMLoader:
             self._reloading = False
             with self._context():
                 vllm_reload.rollback(self._model())
+
+    def _check_places(self, when: str) -> None:
+        """What has moved once stays an error, at every sync until somebody connects anew."""
+        now = _addresses(self._model())
+        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
+        if moved:
+            raise EngineStateError(
+                f"{self.engine} moved {len(moved)} parameter(s) {when}: {first_five(moved)}. CUDA graphs may still "
+                f"read the old memory: restart the engine, or, if it captured none, connect again"
+            )
 
     def _marked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -192,6 +212,10 @@ class VLLMLoader:
             stack.enter_context(set_current_vllm_config(worker.vllm_config))
             stack.enter_context(torch.no_grad())
             yield
+
+
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
 
 
 def _process_attention(model: torch.nn.Module, model_config: Any) -> None:

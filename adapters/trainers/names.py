@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wsync.errors import UnsupportedError, first_five
+from wsync.extras import importing
 from wsync.regions import Region
 
 _WRAPPER_CHILDREN = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -163,7 +164,8 @@ def _is_transformers(model: nn.Module) -> bool:
 
 def _checkpoint_layout(model: nn.Module, held: Mapping[str, Held]) -> list[Source]:
     """Run transformers' own in-memory-to-checkpoint conversion on meta tensors and read off where each output lies."""
-    from transformers.core_model_loading import revert_weight_conversion
+    with importing("hf", f"the names of {type(model).__name__}"):
+        from transformers.core_model_loading import revert_weight_conversion
 
     trace = _Trace()
     meta: dict[str, torch.Tensor] = {}

@@ -1,11 +1,14 @@
 """`wsync.sync` from several real trainer ranks: FSDP2 into engines, and what happens when a rank fails."""
 
+import itertools
 import os
+import re
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import wsync
 from wsync.adapters.engines.hf import HFEngine
+from wsync.adapters.trainers import exchange
 from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.testing.ranks import Rank, run_ranks
 
@@ -136,6 +140,57 @@ def a_rank_fails_at_bucket_two(me: Rank) -> tuple[str, str]:
             check_engine(engine, expected)
             engine.generate(PROMPTS, max_new_tokens=4)
     return words, serving
+
+
+def local_steps_fail(me: Rank) -> list[str]:
+    """Copies out of the parameters that fail on one rank, into the sender's slot or into a packet for it."""
+    actor, engine = sharded(1), llama(0) if me.rank == 0 else None
+    wsync.sync(actor, engine, config=CONFIG)
+    heard = []
+    for failing in (0, 1):
+        healthy, done = exchange._load, itertools.count()
+
+        def load(loads: Sequence[exchange.Load], *args: Any, rank: int = failing) -> None:
+            if loads and me.rank == rank and next(done) == 2:  # noqa: B023
+                raise MemoryError("no room to cast")
+            healthy(loads, *args)  # noqa: B023
+
+        exchange._load = load  # type: ignore[assignment]
+        with pytest.raises((wsync.RankError, MemoryError)) as caught:
+            wsync.sync(actor, engine, config=CONFIG)
+        exchange._load = healthy
+        heard.append(f"{type(caught.value).__name__}: {caught.value}")
+        optimizer_step(actor)
+        wsync.sync(actor, engine, config=CONFIG)
+    expected = full_state(actor)
+    for name, parameter in engine.named_parameters() if engine is not None else ():
+        assert torch.equal(parameter, expected[name]), name
+    return heard
+
+
+class Odd(nn.Module):
+    """Shards that begin and end in the middle of 8 bytes, and what an engine must have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.bias = nn.Linear(3, 5, dtype=torch.bfloat16), nn.Parameter(torch.randn(7))
+
+    def generate(self) -> None:
+        """Never called."""
+
+
+def digests_of_odd_shards(me: Rank) -> dict[str, int]:
+    """The words of a digest must be the same on both sides, though workers are not told who owns what."""
+    torch.manual_seed(3)
+    actor, engine = Odd(), Odd() if me.rank == 0 else None
+    fully_shard(actor)
+    with wsync.connect(actor, engine, config=replace(CONFIG, verify="digest", transport="shm")) as session:
+        session.sync()
+        plan = session._agreement.plan
+    expected = full_state(actor)
+    for name, parameter in engine.named_parameters() if engine is not None else ():
+        assert torch.equal(parameter, expected[name]), name
+    return {spec.name: spec.word_bytes for spec in plan.specs}
 
 
 def a_rank_stays_away(me: Rank) -> tuple[str, bool]:
@@ -274,6 +329,20 @@ def test_a_failing_rank_stops_all_between_collectives_and_the_next_sync_heals() 
     assert heard.startswith("RankError: stopped before phase 'bucket 2': rank 1: MemoryError: no room to pack")
     assert own == "MemoryError: no room to pack bucket 2"
     assert "refuses to serve" in refusal
+
+
+def test_every_local_step_is_done_before_peers_wait_for_its_outcome() -> None:
+    first, second = run_ranks(local_steps_fail, 2, timeout_s=120)
+    assert first[0] == second[1] == "MemoryError: no room to cast"
+    for words, rank in ((second[0], 0), (first[1], 1)):
+        assert re.match(rf"RankError: stopped before phase 'bucket \d+': rank {rank}: MemoryError: no room", words), (
+            words
+        )
+
+
+def test_digests_agree_where_shards_are_no_whole_words() -> None:
+    first, second = run_ranks(digests_of_odd_shards, 2, timeout_s=120)
+    assert first == second == {"rows.weight": 2, "rows.bias": 2, "bias": 4}
 
 
 def test_a_rank_that_stays_away_is_named_and_nothing_is_touched() -> None:

@@ -301,3 +301,17 @@ def test_the_weights_do_not_hang_on_the_checkpoint_files(tmp_path: Path) -> None
         assert manifest.problems == ()
         assert "unverified" in manifest.verified
         assert manifest.dtypes["model.layers.0.mlp.experts.0.up_proj.weight"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("broken", ["raise ModuleNotFoundError(\"No module named 'transformers'\")", ""])
+def test_a_worker_without_transformers_says_what_to_install(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Missing, or so old that it lacks what is imported."""
+    (tmp_path / "transformers.py").write_text(broken)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(
+        PeerError, match=r"UnsupportedError: the worker process of an hf engine cannot import"
+    ) as caught:
+        HFEngine.launch(folder, timeout_s=TIMEOUT_S)
+    assert "pip install 'wsync-rl[hf]'" in str(caught.value).partition("\n")[0]

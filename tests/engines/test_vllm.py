@@ -136,6 +136,9 @@ class TestRepacked:
         assert facts["tokens after"] == expected[f"{kind}_b"]
         assert facts["through loader"] == [tensors, tensors]
         assert facts["same addresses"]
+        assert "0 tensors copied by plan (unverified: vLLM repacked its weights" in facts["explained"]
+        assert f"{tensors} tensor(s) through the engine's own loader (" in facts["explained"]
+        assert "its layerwise reload takes tensors and repacks each layer" in facts["explained"]
 
     def test_kit(self, in_process: Facts) -> None:
         check_kit(in_process["repacked"])

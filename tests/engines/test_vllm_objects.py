@@ -1,11 +1,23 @@
 """What the vLLM adapter says of objects, without vLLM."""
 
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from wsync import wire
+from wsync.adapters.engines import vllm_reload, vllm_worker
 from wsync.adapters.engines.vllm import VLLMEngine
-from wsync.errors import UnsupportedError
+from wsync.adapters.engines.vllm_worker import EXTENSION, VLLMLoader
+from wsync.deadline import Deadline
+from wsync.errors import EngineStateError, SyncTimeout, UnsupportedError
+from wsync.plan import TensorSpec
 from wsync.registry import find_engine
 
 
@@ -36,3 +48,186 @@ def test_a_subclass_of_the_users_own_matches() -> None:
 def test_the_async_engine_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"async_llm\.AsyncLLM is not supported; use vllm\.LLM"):
         VLLMEngine(named("AsyncLLM", "vllm.v1.engine.async_llm"))
+
+
+class Core:
+    """What the adapter calls of vLLM. Once it hangs every answer waits for `go`."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.callers: list[threading.Thread] = []
+        parallel = SimpleNamespace(worker_extension_cls=EXTENSION)
+        devices, model = SimpleNamespace(device_type="cpu"), SimpleNamespace(enable_sleep_mode=True)
+        self.vllm_config = SimpleNamespace(parallel_config=parallel, device_config=devices, model_config=model)
+        self.model_config = SimpleNamespace(is_multimodal_model=False)
+        self.output_processor = SimpleNamespace(request_states={})
+        self.engine_core = object()
+
+    @property
+    def llm_engine(self) -> "Core":
+        return self
+
+    def get_num_unfinished_requests(self) -> int:
+        return 0
+
+    def step(self) -> str:
+        return "stepped"
+
+    def answer(self, *args: object, **kwargs: object) -> bool:
+        self.callers.append(threading.current_thread())
+        assert self.go.wait(30)
+        return True
+
+    def is_sleeping(self) -> bool:
+        return not self.answer()
+
+    abort_request = collective_rpc = reset_prefix_cache = sleep = wake_up = answer
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
+    return type("LLM", (Core,), {"__module__": "vllm.entrypoints.llm"})()
+
+
+def freeze(engine: VLLMEngine, llm: Core) -> None:
+    llm.go.set()
+    llm.output_processor.request_states["7"] = object()
+    engine.on_pause("keep", Deadline.after(20))
+    llm.go.clear()
+
+
+def pause(mode: Any) -> Callable[[VLLMEngine, Core, Deadline], None]:
+    def call(engine: VLLMEngine, llm: Core, deadline: Deadline) -> None:
+        llm.output_processor.request_states["7"] = object()
+        engine.on_pause(mode, deadline)
+
+    return call
+
+
+def resume(engine: VLLMEngine, llm: Core, deadline: Deadline) -> None:
+    freeze(engine, llm)
+    engine.on_resume(deadline)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pause("abort"),
+        pause("keep"),
+        resume,
+        lambda engine, llm, deadline: engine.on_reset_cache(deadline),
+        lambda engine, llm, deadline: engine.on_sleep(1, deadline),
+        lambda engine, llm, deadline: engine.on_wake_up(["weights"], deadline),
+        lambda engine, llm, deadline: engine.call("hello", b"", deadline.timeout_s),
+    ],
+    ids=["abort", "keep", "resume", "reset cache", "sleep", "wake up", "call"],
+)
+def test_a_hung_engine_core_is_given_up_and_left_alone_until_it_answers(
+    call: Callable[[VLLMEngine, Core, Deadline], None], llm: Core
+) -> None:
+    engine = VLLMEngine(llm)
+    llm.go.clear()
+    with pytest.raises(SyncTimeout, match=r"gave up after 0\.2 s: still waiting for vLLM 0\.32\.0 to "):
+        call(engine, llm, Deadline.after(0.2))
+    for use in (llm.step, lambda: engine.on_reset_cache(Deadline.after(20))):
+        with pytest.raises(EngineStateError, match="has not answered yet"):  # or two threads would use its socket
+            use()
+    unanswered = engine._call
+    assert unanswered is not None
+    llm.go.set()
+    unanswered.result(Deadline.after(20))
+    assert llm.step() == "stepped"
+    assert "step" not in vars(llm), "the guard is still there"
+    engine.on_reset_cache(Deadline.after(20))
+
+
+def test_a_session_that_ends_on_another_thread_leaves_the_engine_alone(llm: Core) -> None:
+    """Also if that thread has the number of the one that synced, which has ended."""
+    engine = VLLMEngine(llm)
+    syncing = threading.Thread(target=engine.on_pause, args=("wait", Deadline.after(20)))
+    syncing.start()
+    syncing.join()
+    closing = threading.Thread(target=engine.close)
+    closing.start()
+    closing.join()
+    engine.close()
+    assert llm.callers == []
+
+
+def test_requests_that_nobody_works_on_are_refused_with_what_to_do(llm: Core) -> None:
+    llm.output_processor.request_states["7"] = object()
+    with pytest.raises(EngineStateError, match=r"1 unfinished.*wait_for_completion\(\) first.*'abort'.*'keep'"):
+        VLLMEngine(llm).pause("wait", Deadline.after(20))
+    assert llm.step() == "stepped", "after a refusal nothing is paused"
+
+
+class Held(nn.Module):
+    """A model that vLLM holds: one parameter, and what its loader was given last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+        self.given: list[torch.Tensor] = []
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for _, tensor in weights:
+            self.given.append(tensor)
+            self.weight.copy_(tensor)
+
+
+class VLLMWorker:
+    """vLLM's own worker, as far as the loader looks at it."""
+
+    def __init__(self) -> None:
+        self.model = Held()
+        self.model_config = SimpleNamespace(model="nowhere")
+        self.load_config = SimpleNamespace(load_format="dummy")
+
+    def get_model(self) -> Held:
+        return self.model
+
+
+@pytest.fixture
+def vllms_worker(llm: Any, monkeypatch: pytest.MonkeyPatch) -> VLLMWorker:
+    monkeypatch.setattr(VLLMLoader, "_context", lambda self: torch.no_grad())
+    monkeypatch.setattr(vllm_reload, "repacked", lambda model: [])
+    monkeypatch.setattr(vllm_worker, "_process_attention", lambda model, config: None)
+    return VLLMWorker()
+
+
+def test_a_parameter_that_moved_stays_an_error_until_somebody_connects_anew(vllms_worker: VLLMWorker) -> None:
+    worker = vllm_worker.worker_of(vllms_worker, 0)
+    loader, weight = worker._loader, vllms_worker.model.weight
+    specs = [TensorSpec(name="weight", shape=(4, 3), dtype=torch.float32)]
+
+    def connect() -> None:
+        assert isinstance(reply := wire.unpack(worker.handle("describe", wire.pack({"specs": specs}))), dict)
+        assert reply["ok"]["manifest"].problems == ()
+
+    connect()
+    loader.begin()
+    loader.finish()
+    loader.begin()
+    weight.data = weight.data.clone()
+    with pytest.raises(EngineStateError, match=r"moved 1 parameter\(s\) while it loaded: weight"):
+        loader.finish()
+    for _ in range(2):
+        with pytest.raises(EngineStateError, match=r"moved 1 parameter\(s\) since it was connected: weight.*restart"):
+            loader.begin()
+    connect()
+    loader.begin()
+    loader.finish()
+
+
+def test_a_reload_is_given_what_arrived_without_another_copy(
+    vllms_worker: VLLMWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_reload, "repacked", lambda model: ["weight"])
+    monkeypatch.setattr(vllm_reload, "StandIns", lambda model: SimpleNamespace(placed=lambda model: nullcontext()))
+    monkeypatch.setattr(vllm_reload, "begin", lambda model: None)
+    loader, arrived = VLLMLoader(vllms_worker), torch.randn(4, 3)
+    loader.begin()
+    loader.load_weights([("weight", arrived)])
+    assert vllms_worker.model.given[0] is arrived

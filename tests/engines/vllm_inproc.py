@@ -142,6 +142,8 @@ def reload(llm: Any, folder: Path) -> Facts:
     before = look(llm)
     report = wsync.sync(trainer(folder), llm, config=SETTINGS)
     facts["through loader"] = [report.through_loader, report.tensors]
+    with wsync.connect(trainer(folder), llm, config=SETTINGS) as session:
+        facts["explained"] = session.explain()
     facts["tokens after"] = tokens(llm)
     facts["same addresses"] = addresses(look(llm)) == addresses(before)
     return facts

@@ -5,7 +5,9 @@ import gc
 import json
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +17,7 @@ import wsync
 from wsync import api
 from wsync.adapters.engines.hf import HFEngine
 from wsync.deadline import Deadline
-from wsync.protocols import Engine
+from wsync.protocols import Engine, Manifest
 from wsync.registry import engine_for, transport
 from wsync.testing.chaos import ChaosTransport, Fault
 
@@ -186,6 +188,50 @@ def test_a_session_is_a_context_manager_and_explains_itself() -> None:
     with pytest.raises(wsync.ClosedError):
         session.sync()
     session.close()
+
+
+def test_what_goes_through_the_loader_is_explained_once_for_each_reason() -> None:
+    reasons = {f"w{i}": "it is reloaded" for i in range(8)} | {"norm": "the loader edits it in place"}
+    describe = HFEngine.describe
+
+    def described(self: HFEngine, specs: Sequence[wsync.TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
+        return [replace(manifest, through_loader=reasons) for manifest in describe(self, specs, deadline)]
+
+    actor, engine = Net(1), Net(2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HFEngine, "describe", described)
+        with wsync.connect(actor, engine) as session:
+            lines = session.explain().splitlines()
+    at = lines.index("  8 tensor(s) through the engine's own loader (w0, w1, w2, w3, w4 and 3 more): it is reloaded")
+    assert lines[at + 1] == "  1 tensor(s) through the engine's own loader (norm): the loader edits it in place"
+    assert "tensors copied by plan (unverified: the engine was launched without a checkpoint" in lines[at - 1]
+
+
+def test_the_report_says_what_the_slowest_worker_spent() -> None:
+    actor, engines = Net(1), [Net(2), Net(3)]
+    report = wsync.sync(actor, engines)
+    mine = [name for name in report.stages if name.startswith("worker ")]
+    assert mine == ["worker wait", "worker load", "worker finish"]
+    assert 0 < report.stages["worker load"] < report.seconds
+    assert 0 < report.stages["worker wait"] < report.seconds
+    assert report.control_seconds <= sum(seconds for name, seconds in report.stages.items() if name not in mine)
+    assert "  worker finish " in str(report)
+
+
+def test_workers_are_given_a_plan_without_owners() -> None:
+    actor, engine = Net(1), Net(2)
+    attach, plans = HFEngine.attach, []
+
+    def attached(self: HFEngine, plan: wsync.Plan, *args: Any) -> None:
+        plans.append(plan)
+        attach(self, plan, *args)
+
+    with pytest.MonkeyPatch.context() as patch, wsync.connect(actor, engine) as session:
+        patch.setattr(HFEngine, "attach", attached)
+        session.sync()
+    [plan] = plans
+    assert plan.specs
+    assert [spec.name for spec in plan.specs if spec.owners] == []
 
 
 def test_two_syncs_at_once_of_one_session_are_refused() -> None:

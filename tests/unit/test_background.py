@@ -2,8 +2,11 @@
 
 import itertools
 import queue
+import subprocess
+import sys
 import threading
 from concurrent.futures import Future
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +14,32 @@ from tests.unit.fake_engine import soon
 from wsync.adapters.engines import hf_process
 from wsync.background import Background
 from wsync.errors import SyncTimeout
+
+ROOT = Path(__file__).resolve().parents[2]
+
+IN_THE_MIDDLE = """
+import atexit, threading, torch
+from wsync.background import Background
+
+def work():
+    go.wait(30)
+    one = torch.randn(1500, 1500)
+    for _ in range(4):
+        one = torch.nn.functional.normalize(one @ one)
+    print("ended", flush=True)
+
+go = threading.Event()
+Background("a long call", work)
+atexit.register(go.set)  # runs before what was registered earlier
+"""
+
+HUNG = """
+import threading
+from wsync import background
+background._EXIT_S = 0.2
+background.Background("a peer that never answers", threading.Event().wait)
+print("ended", flush=True)
+"""
 
 
 class LastMoment(Future[object]):
@@ -51,3 +80,9 @@ def test_a_timeout_of_the_call_itself_is_its_error_and_the_callers_is_another() 
         call.result(soon(0.01))
     release.set()
     assert call.result(soon()) is True
+
+
+@pytest.mark.parametrize("program", [IN_THE_MIDDLE, HUNG])
+def test_the_end_of_the_process_waits_for_calls_but_not_for_ever(program: str) -> None:
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")

@@ -1,7 +1,9 @@
 """Engine-side names: those that `save_pretrained` writes, whatever the module is wrapped in, with the same bytes."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -140,3 +142,14 @@ def convert_with(monkeypatch: pytest.MonkeyPatch, one: Callable[[str, torch.Tens
         return {key: value for name, tensor in state.items() for key, value in one(name, tensor).items()}
 
     monkeypatch.setattr(loading, "revert_weight_conversion", convert)
+
+
+def test_a_transformers_that_is_too_old_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Old(nn.Linear):
+        """A model of a transformers without conversions."""
+
+    monkeypatch.setitem(sys.modules, "transformers.modeling_utils", SimpleNamespace(PreTrainedModel=Old))
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    model = Old(2, 3)
+    with pytest.raises(UnsupportedError, match=r"names of Old cannot import.*; pip install 'wsync-rl\[hf\]'"):
+        sources(model, held_tensors(model))
