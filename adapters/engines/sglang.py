@@ -10,6 +10,7 @@ The first two have wsync's worker half in every scheduler process, with load pla
 """
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.engine import WorkerEngine
 from wsync.errors import ConfigError, EngineStateError, PeerError, UnsupportedError
+from wsync.plan import TensorSpec
+from wsync.protocols import Manifest
 
 SUPPORTED_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 """The tests run 0.5.23. Of 0.5.17 what is used here was compared with it in the source."""
@@ -88,6 +91,8 @@ class SGLangEngine(WorkerEngine):
         self._calls = Calls(engine, self.name)
         self._updates = Updates(self._calls, self._size, lambda: self._patience_s)
         self._ring: Background[None] | None = None
+        self._calling = threading.Lock()
+        self._thread = threading.current_thread()
         self._dead: str | None = None
         self._worker: OwnCallsWorker | None = None
         if self.way == "own calls":
@@ -106,17 +111,14 @@ class SGLangEngine(WorkerEngine):
             return [self._worker.handle(method, payload)]
         if self._dead is not None:
             raise PeerError(f"{self._dead}; start a new sglang.Engine")
-        if self._ring is not None and not self._ring.done:
-            raise EngineStateError(f"{self.name} has not answered yet: still waiting for {self._ring.name}")
         folder = "" if self._folder is None else str(self._folder)
         with Desk((method, payload, folder), self._size, self._calls.lifelines) as desk:
-            ring = self._bell(desk.address)
-            self._ring = Background(f"{self.name} to answer {method!r}", ring)
+            ring = self._ring_at(desk.address, f"{self.name} to answer {method!r}")
             try:
-                return desk.serve(self._ring, timeout_s)
+                return desk.serve(ring, timeout_s)
             except PeerError as error:
-                if not self._ring.done:
-                    self._dead = f"{self.name} died: {error}, while waiting for {self._ring.name}"
+                if not ring.done:
+                    self._dead = f"{self.name} died: {error}, while waiting for {ring.name}"
                     raise PeerError(self._dead) from error
                 raise
 
@@ -136,6 +138,7 @@ class SGLangEngine(WorkerEngine):
 
         SGLang's own mode "in_place" is not used: it would go on from caches of the old weights.
         """
+        self._thread = threading.current_thread()
         self._calls.settle(mode, deadline)
 
     def on_resume(self, deadline: Deadline) -> None:
@@ -165,7 +168,30 @@ class SGLangEngine(WorkerEngine):
         """`resume_memory_occupation`."""
         self._calls.restore(tags, deadline)
 
+    def describe(self, specs: Sequence[TensorSpec], deadline: Deadline) -> Sequence[Manifest]:
+        """Dry-run the loader of every worker on `specs`. Nothing is written."""
+        self._thread = threading.current_thread()
+        return super().describe(specs, deadline)
+
+    def close(self, address: str | None = None) -> None:
+        """Let the workers drop the receivers attached at `address` (None: any). The engine stays. Never raises.
+
+        Workers are told only on the thread of the last sync: on another one they may be in use at the same time. They
+        then drop them at the next sync.
+        """
+        if threading.current_thread() is self._thread:
+            super().close(address)
+
     # Shared by the above.
+
+    def _ring_at(self, address: str, name: str) -> Background[None]:
+        """Call every worker to `address`. Raises `EngineStateError` while an earlier call is unanswered."""
+        bell = self._bell(address)
+        with self._calling:
+            if self._ring is not None and not self._ring.done:
+                raise EngineStateError(f"{self.name} has not answered yet: still waiting for {self._ring.name}")
+            self._ring = Background(name, bell)
+            return self._ring
 
     def _bell(self, address: str) -> Callable[[], None]:
         """What makes every worker come to `address`, and returns when they have answered."""

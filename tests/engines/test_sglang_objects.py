@@ -1,0 +1,79 @@
+"""What the SGLang adapter says of objects and arguments, without SGLang."""
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from wsync.adapters.engines.sglang import SGLangEngine
+from wsync.errors import UnsupportedError
+from wsync.registry import find_engine
+
+ARGUMENTS = {"pp_size": 1, "dp_size": 1, "nnodes": 1, "speculative_algorithm": None, "disaggregation_mode": "null"}
+
+
+def named(name: str, module: str, **attributes: object) -> Any:
+    """An object of a class that is called so."""
+    return type(name, (), {"__module__": module, **attributes})()
+
+
+def engine(changed: Mapping[str, object] = ARGUMENTS, quantization: str | None = None) -> Any:
+    """An engine that was started with `changed`."""
+    manager = SimpleNamespace(model_config=SimpleNamespace(quantization=quantization))
+    arguments = SimpleNamespace(**{**ARGUMENTS, **changed})
+    return named("Engine", "sglang.srt.entrypoints.engine", server_args=arguments, tokenizer_manager=manager)
+
+
+@pytest.fixture
+def version(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that says which version it is."""
+    module: Any = ModuleType("sglang")
+    module.__version__ = "0.5.20.post1"
+    monkeypatch.setitem(sys.modules, "sglang", module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "matches"),
+    [
+        ("Engine", "sglang.srt.entrypoints.engine", True),
+        ("Engine", "somewhere", False),
+        ("ServerArgs", "sglang.srt.server_args", False),
+    ],
+)
+def test_matches_by_name_and_package(name: str, module: str, matches: bool) -> None:
+    assert SGLangEngine.matches(named(name, module)) is matches
+
+
+def test_a_subclass_of_the_users_own_matches() -> None:
+    base = type(named("Engine", "sglang.srt.entrypoints.engine"))
+    assert find_engine(type("Mine", (base,), {"__module__": "mine"})()) is SGLangEngine
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("pp_size", 2),
+        ("dp_size", 2),
+        ("nnodes", 2),
+        ("speculative_algorithm", "EAGLE"),
+        ("disaggregation_mode", "decode"),
+    ],
+)
+def test_what_is_not_supported_is_named(version: Any, argument: str, value: object) -> None:
+    with pytest.raises(UnsupportedError, match=f"{argument}={value!r} is not supported"):
+        SGLangEngine(engine({argument: value}))
+
+
+def test_quantised_models_are_refused(version: Any) -> None:
+    with pytest.raises(UnsupportedError, match="quantization='fp8' is not supported"):
+        SGLangEngine(engine(quantization="fp8"))
+
+
+@pytest.mark.parametrize("other", ["0.5.16", "0.5.24", "0.6.0"])
+def test_other_versions_are_refused(version: Any, other: str) -> None:
+    version.__version__ = other
+    with pytest.raises(UnsupportedError, match=f"{other} is not among .* allow_untested=True"):
+        SGLangEngine(engine())
