@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,6 @@ T = TypeVar("T")
 
 _STORE_VALUE_BYTES = 4 << 20
 """Longer messages are cut: TCPStore drops a client that sends more than 8 MiB in one value."""
-
-_LOOK_S = 0.25
-"""How often, in seconds, a wait on the store looks up whether a rank has died."""
 
 _GRACE_S = 1.0
 """How much longer a transfer's own thread is waited for, so that its words come through."""
@@ -54,6 +51,7 @@ class Group:
         self._step = 0
         self._previous_keys: list[str] = []
         self._data: dist.ProcessGroup | None = None
+        self._waits: Store | None = None
         self._lifelines = Lifelines(rank, world_size)
         weakref.finalize(self, self._lifelines.close).atexit = False  # an exit without close is a death to the others
 
@@ -178,19 +176,36 @@ class Group:
 
     def _wait(self, store: Store, heads: Sequence[str], deadline: Deadline) -> list[int]:
         """Wait for every rank's message. Returns the ranks whose message is missing at the deadline, or for ever."""
-        while True:
-            try:
-                store.wait(list(heads), timedelta(seconds=min(_LOOK_S, deadline.remaining("other trainer ranks"))))
+        if not (missing := self._missing(store, heads)):
+            return []
+        # On a connection of its own: a wait that a death leaves behind must not block this rank's next message.
+        waits = self._waits or cast("Any", store).clone()
+        self._waits = None
+        left = timedelta(seconds=deadline.remaining("other trainer ranks"))
+        call = Background("other trainer ranks", lambda: waits.wait(list(heads), left))
+        call.add_done_callback(self._lifelines.notify)
+        known = 0
+        while not call.done and self._lifelines.wait(lambda: call.done, left.total_seconds() + _GRACE_S, known):
+            known = len(self._lifelines.lost)
+            missing = self._missing(store, heads)
+            if set(missing).intersection(self._lifelines.lost):
+                return missing
+        try:
+            call.result(Deadline.after(_GRACE_S))
+        except (RuntimeError, SyncTimeout):  # what a wait that was too long raises depends on the store
+            return self._missing(store, heads)
+        self._waits = waits
+        return []
+
+    def _missing(self, store: Store, heads: Sequence[str]) -> list[int]:
+        try:
+            if store.check(list(heads)):
                 return []
-            except (RuntimeError, SyncTimeout) as error:  # what a wait that was too long raises depends on the store
-                try:
-                    missing = [rank for rank, head in enumerate(heads) if not store.check([head])]
-                except RuntimeError:
-                    raise TransportError(
-                        f"rank {self.rank}: the store that connects the trainer ranks is gone: {error}"
-                    ) from error
-                if not missing or isinstance(error, SyncTimeout) or set(missing).intersection(self._lifelines.lost):
-                    return missing
+            return [rank for rank, head in enumerate(heads) if not store.check([head])]
+        except RuntimeError as error:
+            raise TransportError(
+                f"rank {self.rank}: the store that connects the trainer ranks is gone: {error}"
+            ) from error
 
     def _absence(self, phase: str, missing: Sequence[int], deadline: Deadline) -> RankError:
         dead = sorted(set(missing).intersection(self._lifelines.lost))

@@ -58,13 +58,13 @@ class Lifelines:
             self._joining = True
             self._start(lambda: self._connect(ticket))
 
-    def wait(self, done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `done()`, a rank is lost, or `timeout_s` is over; `notify` when `done` changes."""
+    def wait(self, done: Callable[[], bool], timeout_s: float, known: int = 0) -> bool:
+        """Wait until `done()` or more than `known` ranks are lost; False after `timeout_s`. See `notify`."""
         with self.changed:
-            return self.changed.wait_for(lambda: done() or bool(self.lost), timeout_s)
+            return self.changed.wait_for(lambda: done() or len(self.lost) > known, timeout_s)
 
     def notify(self) -> None:
-        """Let `wait` look again."""
+        """Let `wait` look again: what `done` says may have changed."""
         with self.changed:
             self.changed.notify_all()
 

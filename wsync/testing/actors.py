@@ -42,6 +42,13 @@ class Actor:
             self._thread = threading.Thread(target=_in_thread, args=(theirs, body, args), daemon=True)
             self._thread.start()
 
+    @property
+    def pid(self) -> int:
+        """Process id of an actor that has a process of its own."""
+        assert self._process is not None
+        assert self._process.pid is not None
+        return self._process.pid
+
     def hear(self, kind: str) -> Any:
         """The actor's next message, which must be of `kind`. Raises `AssertionError` if it is another, late or none."""
         said, value = self.hear_any()
@@ -65,10 +72,8 @@ class Actor:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the actor's process and, for SIGKILL, wait until it is gone."""
-        assert self._process is not None
-        assert self._process.pid is not None
-        os.kill(self._process.pid, number)
-        if number == signal.SIGKILL:
+        os.kill(self.pid, number)
+        if self._process is not None and number == signal.SIGKILL:
             self._process.join(self._timeout_s)
 
     def __enter__(self) -> "Actor":
