@@ -1,8 +1,9 @@
 """`sync`, `sync_async` and `connect`: from objects that a user has to a session."""
 
 import asyncio
+import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,8 +19,8 @@ from wsync.protocols import Engine, Producer
 from wsync.report import SyncReport
 from wsync.session import Session
 
-_sessions: dict[tuple[int, ...], Session] = {}
-_watched: set[tuple[int, ...]] = set()
+_sessions: dict[tuple[Hashable, ...], Session] = {}
+_watched: set[tuple[Hashable, ...]] = set()
 """Keys of `_sessions` whose objects already have a finalizer."""
 
 _meetings: list[tuple[Store, Group]] = []
@@ -33,7 +34,8 @@ def sync(actor: object, engine: object, *, config: SyncConfig | None = None, ver
     collected or another `config` is passed.
 
     Args:
-        actor: a module (plain, DDP, FSDP2), or an object that meets `wsync.Producer`.
+        actor: a module (plain, DDP, FSDP2, with LoRA adapters), the folder of a safetensors checkpoint, or an object
+            that meets `wsync.Producer`.
         engine: a `vllm.LLM`, a Hugging Face model, an object that meets `wsync.Engine`, a list of these, or None on
             ranks that own no engine.
         config: settings, the same on every rank; default `SyncConfig()`.
@@ -113,10 +115,10 @@ def _on_event_loop() -> bool:
     return True
 
 
-def _session_of(actor: object, engine: object, config: SyncConfig) -> tuple[tuple[int, ...], Session]:
+def _session_of(actor: object, engine: object, config: SyncConfig) -> tuple[tuple[Hashable, ...], Session]:
     """The session that every rank has for this call; if one of them has none, or another one, all connect anew."""
     engines = _as_list(engine)
-    key = (id(actor), *(id(one) for one in engines))
+    key = (_key(actor), *(_key(one) for one in engines))
     found = _sessions.get(key)
     known = found if found is not None and found.config == config and not found.closed else None
     rank, world_size, store = _ranks(None, None, None)
@@ -132,17 +134,27 @@ def _session_of(actor: object, engine: object, config: SyncConfig) -> tuple[tupl
     if key not in _watched:
         _watched.add(key)
         for one in (actor, *engines):
-            weakref.finalize(one, _forget, key).atexit = False
+            if not _is_address(one):
+                weakref.finalize(one, _forget, key).atexit = False
     return key, session
 
 
-def _drop(key: tuple[int, ...]) -> None:
+def _key(one: object) -> Hashable:
+    return os.fspath(one) if isinstance(one, (str, os.PathLike)) else id(one)
+
+
+def _is_address(one: object) -> bool:
+    """Whether `one` only says where something is: a path. Equal ones are the same, and nobody owns them."""
+    return isinstance(one, (str, os.PathLike))
+
+
+def _drop(key: tuple[Hashable, ...]) -> None:
     session = _sessions.pop(key, None)
     if session is not None:
         session.close()
 
 
-def _forget(key: tuple[int, ...]) -> None:
+def _forget(key: tuple[Hashable, ...]) -> None:
     """An actor or engine is gone. Closing may wait for a worker, which whoever collects garbage must not."""
     _watched.discard(key)
     session = _sessions.pop(key, None)
