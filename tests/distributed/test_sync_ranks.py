@@ -1,11 +1,10 @@
 """`wsync.sync` from several real trainer ranks: FSDP2 into engines, and what happens when a rank fails."""
 
-import itertools
 import os
 import re
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import wsync
 from wsync.adapters.engines.hf import HFEngine
-from wsync.adapters.trainers import exchange
+from wsync.adapters.trainers.exchange import Exchange
 from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.testing.ranks import Rank, run_ranks
 
@@ -142,23 +141,33 @@ def a_rank_fails_at_bucket_two(me: Rank) -> tuple[str, str]:
     return words, serving
 
 
+class Unreadable(dict[str, torch.Tensor]):
+    """Local parameters that cannot be read any more after `reads` times: the copy out of them runs out of memory."""
+
+    reads = 0
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        Unreadable.reads -= 1
+        if Unreadable.reads == 0:
+            raise MemoryError("no room to cast")
+        return super().__getitem__(name)
+
+
 def local_steps_fail(me: Rank) -> list[str]:
     """Copies out of the parameters that fail on one rank, into the sender's slot or into a packet for it."""
     actor, engine = sharded(1), llama(0) if me.rank == 0 else None
     wsync.sync(actor, engine, config=CONFIG)
-    heard = []
+    healthy, heard = Exchange.stage, []
+
+    def stage(self: Exchange, tensors: Mapping[str, torch.Tensor], *args: Any) -> None:
+        healthy(self, Unreadable(tensors), *args)
+
     for failing in (0, 1):
-        healthy, done = exchange._load, itertools.count()
-
-        def load(loads: Sequence[exchange.Load], *args: Any, rank: int = failing) -> None:
-            if loads and me.rank == rank and next(done) == 2:  # noqa: B023
-                raise MemoryError("no room to cast")
-            healthy(loads, *args)  # noqa: B023
-
-        exchange._load = load  # type: ignore[assignment]
+        Unreadable.reads = 6 if me.rank == failing else 0
+        Exchange.stage = stage  # type: ignore[method-assign,assignment]
         with pytest.raises((wsync.RankError, MemoryError)) as caught:
             wsync.sync(actor, engine, config=CONFIG)
-        exchange._load = healthy
+        Exchange.stage = healthy  # type: ignore[method-assign]
         heard.append(f"{type(caught.value).__name__}: {caught.value}")
         optimizer_step(actor)
         wsync.sync(actor, engine, config=CONFIG)
