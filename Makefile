@@ -1,8 +1,8 @@
 # Every target sets up what it needs in .venv first; that is quick when it is already there.
 ENGINE ?= hf
 PYTHON ?= python3
-ifeq ($(filter hf vllm,$(ENGINE)),)
-$(error ENGINE is '$(ENGINE)'; choose hf or vllm)
+ifeq ($(filter hf vllm sglang,$(ENGINE)),)
+$(error ENGINE is '$(ENGINE)'; choose hf, vllm or sglang)
 endif
 export PYTHON
 
@@ -12,11 +12,12 @@ TORCHRUN := .venv/bin/python -m torch.distributed.run --nproc-per-node 2 \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean setup-hf setup-vllm
+.PHONY: help demo test check bench clean setup-hf setup-vllm setup-sglang
 
 help:
 	@echo 'make demo               train on 2 ranks, sync into a Hugging Face engine, compare the tokens'
 	@echo 'make demo ENGINE=vllm   the same with vLLM'
+	@echo 'make demo ENGINE=sglang the same with SGLang'
 	@echo 'make test               every check and every test, real vLLM included'
 	@echo 'make check              the same without vLLM'
 	@echo 'make bench              the benchmarks'
@@ -28,6 +29,9 @@ setup-hf:
 
 setup-vllm:
 	@scripts/setup vllm
+
+setup-sglang:
+	@scripts/setup sglang
 
 demo: setup-$(ENGINE)
 	@env $(LOOPBACK) $(TORCHRUN) -m examples.demo --engine $(ENGINE)

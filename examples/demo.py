@@ -1,6 +1,6 @@
 """The main job, small: train a sharded model, sync it into an engine in another process, prove the result.
 
-    torchrun --standalone --nproc-per-node 2 -m examples.demo --engine hf      (or: make demo, make demo ENGINE=vllm)
+    torchrun --standalone --nproc-per-node 2 -m examples.demo --engine hf      (or: make demo ENGINE=hf|vllm|sglang)
 
 A tiny Llama under FSDP2 takes a few optimizer steps on all ranks. Rank 0 owns the engine, started on the weights from
 before. After `wsync.sync` every tensor in the engine must equal the trainer's bit for bit, and the engine's greedy
@@ -30,7 +30,9 @@ NEW_TOKENS = 16
 def main() -> None:
     """Run the demo on this rank and exit; with 0 only if every proof holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=("hf", "vllm"), default="hf", help="which engine generates (default: hf)")
+    parser.add_argument(
+        "--engine", choices=("hf", "vllm", "sglang"), default="hf", help="which engine generates (default: hf)"
+    )
     parser.add_argument("--steps", type=int, default=4, help="optimizer steps before the sync (default: 4)")
     options = parser.parse_args()
     dist.init_process_group("gloo")

@@ -1,7 +1,8 @@
 """The engines of the demo, each in a process of its own, behind the four things that the demo asks of one."""
 
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -9,6 +10,8 @@ from typing import Protocol
 import torch
 
 Tensors = Mapping[str, torch.Tensor]
+
+_STUBS = Path(__file__).parents[1] / "tests" / "stubs"
 
 _TORCHRUN_PREFIXES = ("TORCHELASTIC_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_")
 
@@ -36,7 +39,12 @@ class DemoEngine(Protocol):
 
 def start_engine(name: str, folder: Path) -> DemoEngine:
     """Start engine `name` on the checkpoint in `folder`."""
-    return HFDemoEngine(folder) if name == "hf" else VLLMDemoEngine(folder)
+    kinds: dict[str, Callable[[Path], DemoEngine]] = {
+        "hf": HFDemoEngine,
+        "vllm": VLLMDemoEngine,
+        "sglang": SGLangDemoEngine,
+    }
+    return kinds[name](folder)
 
 
 class HFDemoEngine:
@@ -102,8 +110,49 @@ class VLLMDemoEngine:
         self._llm.llm_engine.engine_core.shutdown()
 
 
+class SGLangDemoEngine:
+    """Real SGLang, with its scheduler in another process."""
+
+    def __init__(self, folder: Path) -> None:
+        with without_torchrun(), sglang_on_cpu():
+            import sglang
+
+            self._engine = sglang.Engine(
+                model_path=str(folder),
+                dtype="float32",
+                device="cpu",
+                attention_backend="torch_native",
+                sampling_backend="pytorch",
+                disable_cuda_graph=True,
+                disable_overlap_schedule=True,
+                mem_fraction_static=0.1,
+                max_total_tokens=4096,
+                context_length=128,
+                skip_tokenizer_init=True,
+                skip_server_warmup=True,
+            )
+
+    @property
+    def handle(self) -> object:
+        return self._engine
+
+    def generate(self, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+        greedy = {"temperature": 0.0, "max_new_tokens": new_tokens, "ignore_eos": True}
+        return [answer["output_ids"] for answer in self._engine.generate(input_ids=prompts, sampling_params=greedy)]
+
+    def tensors(self, expected: Tensors) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        from wsync.adapters.engines.sglang import SGLangEngine
+
+        engine = SGLangEngine(self._engine)
+        for name, tensor in fused(expected).items():
+            yield name, engine.read(name)[0], tensor
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
 def fused(state: Tensors) -> dict[str, torch.Tensor]:
-    """A Llama state dict as vLLM keeps it on one worker: q, k and v in one tensor, gate and up in another."""
+    """A Llama state dict as vLLM and SGLang keep it on one worker: q, k and v in one tensor, gate and up in another."""
     parts: dict[str, list[torch.Tensor]] = {}
     groups = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj")
     groups |= dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")
@@ -123,12 +172,19 @@ def without_torchrun() -> Iterator[None]:
         os.environ.update(kept)
 
 
-_RANK_VARIABLES = {
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "ROLE_RANK",
-    "GROUP_WORLD_SIZE",
-}
+@contextmanager
+def sglang_on_cpu() -> Iterator[None]:
+    """SGLang's CPU path, with stubs in place of packages that exist for CUDA only. Its processes inherit both."""
+    settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    sys.path.insert(0, str(_STUBS))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(_STUBS))
+        for name, text in before.items():
+            if text is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = text

@@ -125,7 +125,10 @@ class SGLangEngine(WorkerEngine):
     def guard(self, reason: str | None) -> None:
         """Refuse requests with `EngineStateError(reason)`; None: leave no trace of that."""
         # generate, encode, rerank, score and their asynchronous twins all go through this method.
-        entries = vars(self._calls.engine.tokenizer_manager)
+        engine = self._calls.alive()
+        if engine is None:
+            return
+        entries = vars(engine.tokenizer_manager)
         found = entries.pop("generate_request", None)
         hidden = found.hides if isinstance(found, _Refusal) else found
         if reason is not None:

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from inspect import signature
 from typing import Any, TypeVar
 
@@ -25,13 +26,14 @@ class Calls:
     """Control of one engine, which is held weakly. One call at a time.
 
     Attributes:
+        name: the engine's, for messages.
         paused: whether the scheduler was told to run no batch.
         lifelines: what becomes readable when a process of the engine ends -> its id.
     """
 
     def __init__(self, engine: Any, name: str) -> None:
-        """`name` is the engine's, for messages."""
-        self._engine_ref, self._name = weakref.ref(engine), name
+        """`engine` has been started."""
+        self._engine_ref, self.name = weakref.ref(engine), name
         self._open: asyncio.Future[Any] | None = None
         self._doing = ""
         self.paused = False
@@ -41,10 +43,15 @@ class Calls:
     @property
     def engine(self) -> Any:
         """The engine. Raises `EngineStateError` if it was shut down."""
-        engine = self._engine_ref()
-        if engine is None or engine.send_to_rpc is None:
-            raise EngineStateError(f"{self._name} was shut down; start a new sglang.Engine")
+        engine = self.alive()
+        if engine is None:
+            raise EngineStateError(f"{self.name} was shut down; start a new sglang.Engine")
         return engine
+
+    def alive(self) -> Any | None:
+        """The engine, None if it was shut down."""
+        engine = self._engine_ref()
+        return engine if engine is not None and engine.send_to_rpc is not None else None
 
     def in_flight(self) -> Sequence[str]:
         """Ids of requests that are not finished."""
@@ -56,6 +63,8 @@ class Calls:
         While a call is open the next one waits for it, and raises `EngineStateError` if it does not end.
         """
         loop = self.engine.loop
+        if asyncio._get_running_loop() is not None:
+            raise EngineStateError(f"{self.name} cannot be asked to {doing} on a thread that runs an event loop")
         call = self._guarded(doing, work, timeout_s)
         try:
             if not loop.is_running():
@@ -65,9 +74,9 @@ class Calls:
         except WsyncError:
             raise
         except FutureTimeout:
-            raise SyncTimeout(f"gave up after {timeout_s:g} s: {self._name} ran no loop to {doing}") from None
+            raise SyncTimeout(f"gave up after {timeout_s:g} s: {self.name} ran no loop to {doing}") from None
         except Exception as error:
-            raise PeerError(f"{self._name} failed to {doing}: {type(error).__name__}: {error}") from error
+            raise PeerError(f"{self.name} failed to {doing}: {type(error).__name__}: {error}") from error
 
     async def _guarded(self, doing: str, work: Callable[[], Coroutine[Any, Any, T]], timeout_s: float | None) -> T:
         loop = asyncio.get_running_loop()
@@ -83,14 +92,15 @@ class Calls:
             if self._open is not None and not self._open.done():
                 await asyncio.wait({self._open, died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
                 if not self._open.done():
-                    raise EngineStateError(f"{self._name} has not answered yet: still waiting for it to {self._doing}")
+                    raise EngineStateError(f"{self.name} has not answered yet: still waiting for it to {self._doing}")
             self._open, self._doing = asyncio.ensure_future(work()), doing
+            self._open.add_done_callback(_heard)
             await asyncio.wait({self._open, died}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if self._open.done():
                 return self._open.result()  # type: ignore[no-any-return]
             if died.done():
-                raise PeerError(f"{self._name} died: its process {died.result()} ended, while it was to {doing}")
-            raise SyncTimeout(f"gave up after {timeout_s:g} s: still waiting for {self._name} to {doing}")
+                raise PeerError(f"{self.name} died: its process {died.result()} ended, while it was to {doing}")
+            raise SyncTimeout(f"gave up after {timeout_s:g} s: still waiting for {self.name} to {doing}")
         finally:
             for lifeline in self.lifelines:
                 loop.remove_reader(lifeline)
@@ -100,27 +110,30 @@ class Calls:
 
         Raises `UnsupportedError`, with nothing changed, if SGLang cannot drop caches while requests wait.
         """
-        left = deadline.remaining(f"{self._name} to pause")
         kept = self.in_flight() if mode == "keep" else ()
         if kept and not self.can_keep():
             raise UnsupportedError(
-                f"{self._name} has {len(kept)} unfinished request(s), and this version cannot drop its "
+                f"{self.name} has {len(kept)} unfinished request(s), and this version cannot drop its "
                 f"caches while requests wait; sync with pause='wait' or pause='abort', or use SGLang 0.5.23"
             )
         if mode != "keep" and not (mode == "wait" and self.paused):
-            self.run(f"be through with its requests ({mode})", lambda: self._drain(mode), left)
-        if not self.paused:
-            self.run("pause", lambda: self._pause(), deadline.remaining(f"{self._name} to pause"))
-            self.paused = True
+            self.run(f"be through with its requests ({mode})", lambda: self._drain(mode, deadline), None)
+        if self.paused:
+            return
+        self.run("pause", lambda: self._pause(), deadline.remaining(f"{self.name} to pause"))
+        self.paused = True
         if kept:
-            self.flush(
-                deadline
-            )  # it goes the way that the pause went, which nobody answers: when it is done, so is that
+            try:
+                self.flush(deadline)  # nobody answers a pause; what comes after it on the same way is answered
+            except BaseException:
+                with suppress(WsyncError):
+                    self.go_on(Deadline.after(deadline.timeout_s))
+                raise
 
     def go_on(self, deadline: Deadline) -> None:
         """Run batches again."""
         if self.paused:
-            self.run("go on", lambda: self._continue(), deadline.remaining(f"{self._name} to go on"))
+            self.run("go on", lambda: self._continue(), deadline.remaining(f"{self.name} to go on"))
             self.paused = False
 
     def flush(self, deadline: Deadline) -> None:
@@ -130,19 +143,19 @@ class Calls:
         async def flushed() -> None:
             while not (await manager.flush_cache()).success:
                 await asyncio.sleep(_POLL_S)
-                deadline.remaining(f"{self._name} to drop its caches")
+                deadline.remaining(f"{self.name} to drop its caches")
 
-        self.run("drop its caches", flushed, deadline.remaining(f"{self._name} to drop its caches"))
+        self.run("drop its caches", flushed, deadline.remaining(f"{self.name} to drop its caches"))
 
     def release(self, tags: Sequence[str], deadline: Deadline) -> None:
         """Release the memory of `tags`. The engine must have nothing to do, else SGLang ends itself."""
-        request = self._request("ReleaseMemoryOccupationReqInput", tags=list(tags))
+        request = self.request("ReleaseMemoryOccupationReqInput", tags=list(tags))
         manager = self.engine.tokenizer_manager
         self.run("sleep", lambda: manager.release_memory_occupation(request, None), deadline.remaining("sleep"))
 
     def restore(self, tags: Sequence[str], deadline: Deadline) -> None:
         """Take the memory of `tags` back. All of them must be released, else SGLang ends itself."""
-        request = self._request("ResumeMemoryOccupationReqInput", tags=list(tags))
+        request = self.request("ResumeMemoryOccupationReqInput", tags=list(tags))
         manager = self.engine.tokenizer_manager
         self.run("wake up", lambda: manager.resume_memory_occupation(request, None), deadline.remaining("wake up"))
 
@@ -152,22 +165,24 @@ class Calls:
 
         return "ignore_waiting" in signature(module.Scheduler.is_fully_idle).parameters
 
-    async def _drain(self, mode: PauseMode) -> None:
+    async def _drain(self, mode: PauseMode, deadline: Deadline) -> None:
         manager = self.engine.tokenizer_manager
         manager.auto_create_handle_loop()
         while manager.rid_to_state:
+            deadline.remaining(f"{len(manager.rid_to_state)} request(s) of {self.name} to end")
             if mode == "abort":  # again and again: one may just be on its way
-                manager.abort_request(abort_all=True)
+                manager.abortrequest(abort_all=True)
             await asyncio.sleep(_POLL_S)
 
     async def _pause(self) -> None:
-        await self.engine.tokenizer_manager.pause_generation(self._request("PauseGenerationReqInput", mode="retract"))
+        await self.engine.tokenizer_manager.pause_generation(self.request("PauseGenerationReqInput", mode="retract"))
 
     async def _continue(self) -> None:
-        request = self._request("ContinueGenerationReqInput", torch_empty_cache=False)
+        request = self.request("ContinueGenerationReqInput", torch_empty_cache=False)
         await self.engine.tokenizer_manager.continue_generation(request)
 
-    def _request(self, kind: str, **fields: object) -> Any:
+    def request(self, kind: str, **fields: object) -> Any:
+        """One of SGLang's messages."""
         import sglang.srt.managers.io_struct as module
 
         return getattr(module, kind)(**fields)
@@ -182,27 +197,28 @@ class Updates:
         self._in_session = False
 
     def begin(self) -> None:
-        """Open a session, where this SGLang has sessions."""
+        """Open a session, where this SGLang has sessions; one that could not be ended before is ended first."""
+        self.end()
         manager = self._calls.engine.tokenizer_manager
         if hasattr(manager, "begin_weight_update"):
-            request = self._calls._request("BeginWeightUpdateReqInput", selector="all")
+            request = self._calls.request("BeginWeightUpdateReqInput", selector="all")
             self._call("begin a weight update", lambda: manager.begin_weight_update(request, None))
             self._in_session = True
 
     def end(self) -> None:
         """Close the session if one is open."""
         if self._in_session:
-            self._in_session = False
             manager = self._calls.engine.tokenizer_manager
-            request = self._calls._request("EndWeightUpdateReqInput")
+            request = self._calls.request("EndWeightUpdateReqInput")
             self._call("end a weight update", lambda: manager.end_weight_update(request, None))
+            self._in_session = False
 
     def send(self, tensors: object, load_format: str) -> None:
         """One update call: every rank gets `tensors` of its own, in a format that SGLang knows."""
         from sglang.srt.utils import MultiprocessingSerializer
 
         manager = self._calls.engine.tokenizer_manager
-        request = self._calls._request(
+        request = self._calls.request(
             "UpdateWeightsFromTensorReqInput",
             serialized_named_tensors=[MultiprocessingSerializer.serialize(tensors) for _ in range(self._workers)],
             load_format=load_format,
@@ -213,7 +229,13 @@ class Updates:
     def _call(self, doing: str, work: Callable[[], Coroutine[Any, Any, tuple[bool, str]]]) -> None:
         success, message = self._calls.run(doing, work, self._timeout_s())
         if not success:
-            raise PeerError(f"{self._calls._name} failed to {doing}: {message}")
+            raise PeerError(f"{self._calls.name} failed to {doing}: {message}")
+
+
+def _heard(call: "asyncio.Future[Any]") -> None:
+    """Look at the outcome, which may come when nobody waits any more."""
+    if not call.cancelled():
+        call.exception()
 
 
 def _close_all(descriptors: Mapping[int, int]) -> None:

@@ -6,8 +6,10 @@ and run in that order on one engine; WAY is "plugin", "loader" or "own calls". W
 
 import json
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +23,7 @@ from tests.engines.vllm_models import MAX_TOKENS, prompts
 from wsync.adapters.engines.sglang import SGLangEngine
 from wsync.adapters.engines.sglang_worker import CUSTOM_LOADER
 from wsync.adapters.trainers.module import ModuleProducer
+from wsync.deadline import Deadline
 from wsync.plan import Bucket
 from wsync.registry import engine_for, transport
 from wsync.testing.engine_conformance import ENGINE_CHECKS, EngineBench
@@ -145,6 +148,49 @@ def in_flight(setup: Setup) -> Facts:
             "went on": answer[kept:] == rest,
         }
     return {**facts, "tokens": setup.tokens()}
+
+
+def frozen(setup: Setup) -> Facts:
+    """A request that was kept for a sync that failed: it waits for the next one, and can be ended by it."""
+    wsync.sync(setup.actor("a"), setup.engine, config=SETTINGS)
+    keep = wsync.SyncConfig(bucket_bytes=64 << 10, timeout_s=60.0, pause="keep")
+    stream = setup.start_long()
+    facts: Facts = {"error": caught(lambda: wsync.sync(Tripwire(setup.actor("c"), fail), setup.engine, config=keep))}
+    wsync.sync(setup.actor("b"), setup.engine, config=wsync.SyncConfig(timeout_s=60.0, pause="abort"))
+    *_, last = stream
+    facts["reason"] = last["meta_info"]["finish_reason"]["type"]
+    return {**facts, "tokens": setup.tokens()}
+
+
+def stalled(setup: Setup) -> Facts:
+    """A worker that stops in the middle of an update, and goes on when the sync has been given up."""
+    hasty = wsync.SyncConfig(bucket_bytes=64 << 10, timeout_s=6.0)
+    victim = setup.engine.get_all_child_pids()[0]
+    actor = Tripwire(setup.actor("c"), lambda: os.kill(victim, signal.SIGSTOP))
+    facts: Facts = {"error": caught(lambda: wsync.sync(actor, setup.engine, config=hasty))}
+    facts["generate"] = caught(setup.tokens)
+    facts["next sync"] = caught(lambda: wsync.sync(setup.actor("c"), setup.engine, config=hasty))
+    os.kill(victim, signal.SIGCONT)
+    facts["its late answer"] = caught(lambda: SGLangEngine(setup.engine).join(Deadline.after(60.0)))
+    wsync.sync(setup.actor("b"), setup.engine, config=SETTINGS)
+    return {**facts, "tokens": setup.tokens()}
+
+
+def killed(setup: Setup) -> Facts:
+    """A worker that dies in the middle of an update. SGLang's watchdog would then end this process too."""
+    setup.engine.tokenizer_manager._subprocess_watchdog.stop()
+    moments: list[float] = []
+
+    def kill() -> None:
+        os.kill(setup.engine.get_all_child_pids()[0], signal.SIGKILL)
+        moments.append(time.monotonic())
+
+    actor = Tripwire(setup.actor("c"), kill)
+    facts: Facts = {"error": caught(lambda: wsync.sync(actor, setup.engine, config=SETTINGS))}
+    facts["seconds"] = time.monotonic() - moments[0]
+    facts["generate"] = caught(setup.tokens)
+    facts["next sync"] = caught(lambda: wsync.sync(setup.actor("c"), setup.engine, config=SETTINGS))
+    return facts
 
 
 def on_a_loop(setup: Setup) -> Facts:

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 Facts = dict[str, Any]
 Tokens = dict[str, list[list[int]]]
 
-EVERYTHING = "untested,update,bits,in_flight,on_a_loop,refused,torn,asleep,kit"
+EVERYTHING = "untested,update,bits,in_flight,frozen,on_a_loop,refused,torn,asleep,kit,stalled,killed"
 OWN = "update,in_flight,refused,torn,read"
 
 
@@ -131,8 +131,32 @@ class TestPlugin:
         assert "release_memory_occupation" in plugin["asleep"]["sync"][1]
         assert plugin["asleep"]["tokens"] == expected["llama_c"]
 
+    def test_a_kept_request_outlives_a_sync_that_fails(self, plugin: Facts, expected: Tokens) -> None:
+        assert plugin["frozen"] == {
+            "error": ["RuntimeError", "tripped"],
+            "reason": "abort",
+            "tokens": expected["llama_b"],
+        }
+
     def test_kit(self, plugin: Facts) -> None:
         check_kit(plugin["kit"])
+
+    def test_a_stalled_worker_is_given_up_at_the_deadline(self, plugin: Facts, expected: Tokens) -> None:
+        facts = plugin["stalled"]
+        assert "gave up after 6 s" in facts["error"][1]
+        assert facts["generate"][0] == "EngineStateError"
+        assert facts["next sync"][0] == "EngineStateError"
+        assert "has not answered" in facts["next sync"][1]
+        assert facts["its late answer"][0] == "PeerError"
+        assert facts["tokens"] == expected["llama_b"]
+
+    def test_a_killed_worker_is_noticed_at_once(self, plugin: Facts) -> None:
+        facts = plugin["killed"]
+        assert facts["error"][0] == "PeerError"
+        assert facts["seconds"] < 30, "the deadline is 60 s"
+        assert facts["generate"][0] == "EngineStateError"
+        assert facts["next sync"][0] == "PeerError"
+        assert "start a new sglang.Engine" in facts["next sync"][1]
 
     def test_an_untested_version_is_taken_only_when_asked(self, plugin: Facts) -> None:
         kind, message = plugin["untested"]["refused"]
