@@ -2,30 +2,15 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from wsync.regions import Region
 from wsync.strided import memory_view
+from wsync.views import Place, as_dtype
 
 if TYPE_CHECKING:
     from wsync.copy_kernel import Launches
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Elements in one of several memories."""
-
-    memory: int
-    """Index of the memory among those that `Copies.run` is given."""
-
-    dtype: torch.dtype
-    """Of the elements. The memory itself may be a tensor of bytes."""
-
-    region: Region
-    """Positions of the elements, counted in elements of `dtype` from the first byte of the memory."""
 
 
 Pair = tuple[Place, Place]
@@ -80,13 +65,8 @@ def copy_views(pairs: Sequence[Pair], sources: Sequence[torch.Tensor], targets: 
 def _view(place: Place, memory: torch.Tensor, typed: dict[tuple[int, torch.dtype], torch.Tensor]) -> torch.Tensor:
     key = (id(memory), place.dtype)
     if key not in typed:
-        typed[key] = memory if memory.dtype == place.dtype else _as_dtype(memory, place.dtype)
+        typed[key] = as_dtype(memory, place.dtype)
     return memory_view(typed[key], place.region)
-
-
-def _as_dtype(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes seen as `dtype`, without those at the end that make no element."""
-    return memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _only_device(*memories: Sequence[torch.Tensor]) -> torch.device | None:

@@ -19,6 +19,7 @@ import torch
 
 from wsync.errors import ConfigError, MismatchError, first_five
 from wsync.regions import Region
+from wsync.views import Place, Views
 
 ALIGNMENT_BYTES = 256
 
@@ -99,10 +100,16 @@ class TensorMeta:
         itemsize = self.dtype.itemsize
         return Region.span(self.chunk_offset // itemsize, self.chunk_nbytes // itemsize)
 
+    @property
+    def place(self) -> Place:
+        """Where it lies in its bucket: `shape` if whole, else the chunk's elements, 1-D."""
+        itemsize = self.dtype.itemsize
+        region = Region.whole(self.shape if self.is_whole else (self.chunk_nbytes // itemsize,))
+        return Place(memory=0, dtype=self.dtype, region=region.translate(self.offset // itemsize))
+
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
         """View into `buffer` (uint8, `[bucket bytes]`): `shape` if whole, else the chunk's elements, 1-D. No copy."""
-        flat = buffer[self.offset : self.offset + self.chunk_nbytes].view(self.dtype)
-        return flat.view(self.shape) if self.is_whole else flat
+        return self.place.view(buffer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,9 +144,12 @@ class Plan:
     """The limit that the buckets were packed to, in bytes."""
 
     _by_name: dict[str, TensorSpec] = field(init=False, repr=False, compare=False)
+    _places: tuple[tuple[Place, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_by_name", {spec.name: spec for spec in self.specs})
+        places = tuple(tuple(meta.place for meta in bucket.tensors) for bucket in self.buckets)
+        object.__setattr__(self, "_places", places)
 
     @classmethod
     def pack(cls, specs: Iterable[TensorSpec], bucket_bytes: int) -> "Plan":
@@ -184,6 +194,10 @@ class Plan:
             return self._by_name[name]
         except KeyError:
             raise MismatchError(f"no tensor is called {name!r}; the plan has {len(self.specs)} tensors") from None
+
+    def views(self, bucket: Bucket, slot: torch.Tensor) -> Views:
+        """The tensors of `bucket`, which is one of this plan's, in `slot` (uint8, `[at least bucket.nbytes]`)."""
+        return Views((slot,), self._places[bucket.index])
 
     def without_owners(self) -> "Plan":
         """The same layout for engine workers, whom it need not concern which trainer rank holds what."""

@@ -198,7 +198,8 @@ class Receiver(Protocol):
         """Each bucket of `plan` once, in order, with one tensor per `bucket.tensors`.
 
         The tensors are valid until the iterator is advanced: *advancing is the release*. The consumer must have
-        finished all device work on them and dropped every view by then. `deadline` bounds each single wait anew.
+        queued all device work on them, on the current stream, and dropped every view by then; that the memory is
+        written again only after that work is the transport's affair. `deadline` bounds each single wait anew.
         Raises `PeerError` if the sender is gone, `SyncTimeout`, `ProtocolError` if a bucket is out of order.
         """
         ...

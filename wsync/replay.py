@@ -3,16 +3,18 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import torch
 
+from wsync.copies import Copies, Pair
 from wsync.errors import MismatchError, ProtocolError, first_five
 from wsync.loadplan import Copy, LoadPlan
 from wsync.plan import Bucket, Plan, TensorMeta
 from wsync.regions import Region
 from wsync.strided import cut, memory_view
+from wsync.views import Place, Views
 
 Arrivals = Iterable[tuple[Bucket, Sequence[torch.Tensor]]]
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
@@ -31,12 +33,27 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class _Direct:
+    """The copies of one bucket for tensors that lie at certain places."""
+
+    places: tuple[Place, ...]
+    targets: tuple[str, ...]
+    """The memories that the copies write, in the order in which they count them."""
+
+    copies: Copies
+    others: tuple[Step, ...]
+    """What takes more than a copy."""
+
+
+@dataclass(frozen=True, slots=True)
 class Routine:
     """A load plan laid out for the buckets of one `Plan`: no decision is left for the time of the sync."""
 
     load: LoadPlan
     steps: tuple[tuple[Step, ...], ...]
     """By bucket index."""
+
+    _direct: dict[int, _Direct] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def compile(cls, load: LoadPlan, plan: Plan) -> "Routine":
@@ -57,6 +74,31 @@ class Routine:
         )
         return cls(load, steps)
 
+    def direct(self, bucket: Bucket, places: tuple[Place, ...], targets: Mapping[str, torch.Tensor]) -> _Direct:
+        """The copies of `bucket` for tensors at `places`; worked out anew only if those have changed."""
+        known = self._direct.get(bucket.index)
+        if known is None or known.places != places:
+            known = self._direct[bucket.index] = _lay_out(bucket, self.steps[bucket.index], places, targets)
+        return known
+
+
+def _lay_out(
+    bucket: Bucket, steps: Sequence[Step], places: tuple[Place, ...], targets: Mapping[str, torch.Tensor]
+) -> _Direct:
+    numbers = {name: number for number, name in enumerate(dict.fromkeys(step.target for step in steps))}
+    pairs: list[Pair] = []
+    others = []
+    for step in steps:
+        place, wire_dtype = places[step.tensor], bucket.tensors[step.tensor].dtype
+        target_dtype = targets[step.target].dtype
+        in_a_row = place.region.run_length == place.region.numel
+        if not in_a_row or (place.dtype != wire_dtype and target_dtype != wire_dtype):
+            others.append(step)
+            continue
+        source = Place(memory=place.memory, dtype=place.dtype, region=step.src.translate(place.region.offset))
+        pairs.append((source, Place(memory=numbers[step.target], dtype=target_dtype, region=step.dst)))
+    return _Direct(places, tuple(numbers), Copies(pairs), tuple(others))
+
 
 def _steps(index: int, meta: TensorMeta, copy: Copy) -> Iterator[Step]:
     if meta.is_whole:
@@ -73,22 +115,18 @@ class Replay:
     def __init__(self, routine: Routine, targets: Mapping[str, torch.Tensor]) -> None:
         """Look up every destination. Raises `MismatchError` if a target is gone or has another shape."""
         routine.load.check_layouts(targets)
-        self._routine = routine
-        self._destinations = [
-            [memory_view(targets[step.target], step.dst) for step in steps] for steps in routine.steps
-        ]
+        self._routine, self._targets = routine, targets
         self._fills = [(fill, memory_view(targets[fill.target], fill.dst)) for fill in routine.load.fills]
-        self._devices = {tensor.device for tensor in targets.values()}
         self._parts: dict[str, _Part] = {}
         self._failure: BaseException | None = None
 
     def run(self, arrivals: Arrivals, load_weights: LoadWeights, before_write: Callable[[], None]) -> None:
-        """Write everything that arrives. `before_write` is called once, before the first byte may be written.
+        """Write everything that arrives; when this returns, the devices have done it.
 
-        Tensors that need the engine's loader are handed to one call of `load_weights` as they arrive, and copies go
-        on between them. That call is made when the first bucket is there: the loader may write before it takes a
-        tensor. Raises what the arrivals raise, else what the loader raises, and `ProtocolError` if the loader stopped
-        early.
+        `before_write` is called once, before the first byte may be written. Tensors that need the engine's loader are
+        handed to one call of `load_weights` as they arrive, and copies go on between them. That call is made when the
+        first bucket is there: the loader may write before it takes a tensor. Raises what the arrivals raise, else what
+        the loader raises, and `ProtocolError` if the loader stopped early.
         """
         arriving, first = iter(arrivals), list[tuple[Bucket, Sequence[torch.Tensor]]]()
         stream = self._copied(_joined(first, arriving))
@@ -111,6 +149,8 @@ class Replay:
         finally:
             first.clear()
             stream.close()
+        for device in {target.device for target in self._targets.values() if target.device.type == "cuda"}:
+            torch.cuda.current_stream(device).synchronize()
         if leftover or self._parts:
             names = first_five([*leftover, *self._parts])
             raise ProtocolError(f"the engine's loader stopped before it had taken every tensor; it left {names}")
@@ -125,7 +165,6 @@ class Replay:
                 count += 1
                 self._copy(bucket, tensors)
                 yield from self._offer(bucket, tensors)
-                _synchronize(self._devices | {tensor.device for tensor in tensors})
                 del tensors
             self._check_count(count)
         except Exception as error:
@@ -143,24 +182,23 @@ class Replay:
                 view.fill_(fill.value)
 
     def _copy(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
-        groups: dict[tuple[torch.dtype, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        views = Views.of(tensors)
+        direct = self._routine.direct(bucket, views.places, self._targets)
+        direct.copies.run(views.memories, [self._targets[name] for name in direct.targets])
         flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        for step, dst in zip(self._routine.steps[bucket.index], self._destinations[bucket.index], strict=True):
-            key = (step.tensor, dst.dtype)
+        for step in direct.others:
+            target = self._targets[step.target]
+            key = (step.tensor, target.dtype)
             if key not in flats:
-                flats[key] = _flat(tensors[step.tensor], bucket.tensors[step.tensor], dst.dtype)
-            src = flats[key]
-            dsts, srcs = groups.setdefault((dst.dtype, src.dtype), ([], []))
-            dsts.append(dst)
-            srcs.append(memory_view(src, step.src))
-        for dsts, srcs in groups.values():
-            torch._foreach_copy_(dsts, srcs)
+                flats[key] = _flat(views[step.tensor], bucket.tensors[step.tensor], target.dtype)
+            memory_view(target, step.dst).copy_(memory_view(flats[key], step.src))
 
     def _offer(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors for the loader, each when all of it has arrived; copies, which it may edit and keep."""
-        for meta, tensor in zip(bucket.tensors, tensors, strict=True):
+        for index, meta in enumerate(bucket.tensors):
             if meta.name not in self._routine.load.through_loader:
                 continue
+            tensor = tensors[index]
             if meta.is_whole:
                 yield meta.name, tensor.to(meta.dtype, copy=True, memory_format=torch.contiguous_format)
                 continue
@@ -177,13 +215,6 @@ def _joined(
     while first:
         yield first.pop(0)
     yield from rest
-
-
-def _synchronize(devices: Iterable[torch.device]) -> None:
-    """A slot is free only when the device has done its copies."""
-    for device in devices:
-        if device.type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()
 
 
 class _Part:

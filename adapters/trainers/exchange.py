@@ -1,15 +1,16 @@
 """One rank's share of a bucket as ready-made strided copies and messages: worked out once, run at every sync."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from wsync.copies import Copies, Pair
 from wsync.deadline import Deadline
 from wsync.gather import BucketGather, Packet, Part, align, aligned
 from wsync.group import Group
 from wsync.regions import Region
-from wsync.strided import memory_view
+from wsync.views import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,24 +44,27 @@ Pieces = Mapping[tuple[str, Region], Piece]
 """By tensor name and the coalesced region that this rank declared as its own."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """A copy from parameter memory into a buffer, with the cast to `dtype` in it."""
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """Copies from the memory of parameters into a buffer, each with the cast to its wire dtype in it."""
 
-    parent: str
-    source: Region
-    dtype: torch.dtype
-    target: Region
-    """Of the sizes of `source`, in elements of `dtype` from the start of the buffer."""
+    parents: tuple[str, ...]
+    """The parameters, in the order in which `pairs` count them."""
 
+    pairs: tuple[Pair, ...]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A copy from one buffer into another; both regions in elements of `dtype` from the start."""
+    _copies: dict[tuple[torch.dtype, ...], Copies] = field(default_factory=dict, compare=False, repr=False)
+    """By the dtypes of the parameters: what a producer reads may be more precise than what the module holds."""
 
-    dtype: torch.dtype
-    source: Region
-    target: Region
+    def run(self, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
+        """`tensors`: local parameters by name. `buffer`: uint8."""
+        memories = [tensors[parent] for parent in self.parents]
+        dtypes = tuple(memory.dtype for memory in memories)
+        if dtypes not in self._copies:
+            self._copies[dtypes] = Copies(
+                [(replace(source, dtype=dtypes[source.memory]), target) for source, target in self.pairs]
+            )
+        self._copies[dtypes].run(memories, [buffer])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +84,10 @@ class Message:
 class Exchange:
     """All of one rank's work for one bucket: `stage`, then `fill`."""
 
-    staged: tuple[Load, ...]
+    staged: Loads
     """Into the outbox."""
 
-    own: tuple[Load, ...]
+    own: Loads
     """Into the slot."""
 
     sends: tuple[Message, ...]
@@ -95,7 +99,7 @@ class Exchange:
     exchanged: bool
     """Whether any rank sends anything."""
 
-    moves: tuple[Move, ...]
+    moves: Copies
     """From the inbox into the slot."""
 
     outbox_nbytes: int
@@ -103,16 +107,16 @@ class Exchange:
 
     def parents(self, slot: torch.Tensor | None) -> set[str]:
         """The parameters that `stage` reads."""
-        return {load.parent for load in (*self.staged, *(self.own if slot is not None else ()))}
+        return {*self.staged.parents, *(self.own.parents if slot is not None else ())}
 
     def stage(self, tensors: Mapping[str, torch.Tensor], outbox: torch.Tensor, slot: torch.Tensor | None) -> None:
         """Cast and pack what others need into `outbox` (uint8, at least `outbox_nbytes`), and own parts into `slot`.
 
         `tensors`: local parameters by name; nothing else reads them.
         """
-        _load(self.staged, tensors, outbox)
+        self.staged.run(tensors, outbox)
         if slot is not None:
-            _load(self.own, tensors, slot)
+            self.own.run(tensors, slot)
 
     def fill(
         self,
@@ -132,7 +136,7 @@ class Exchange:
                 deadline,
             )
         if slot is not None:
-            _move(self.moves, inbox, slot)
+            self.moves.run([inbox], [slot])
 
 
 def compile_exchange(gather: BucketGather, pieces: Pieces, layouts: Mapping[str, Layout]) -> Exchange:
@@ -146,22 +150,23 @@ def compile_exchange(gather: BucketGather, pieces: Pieces, layouts: Mapping[str,
         start = _slot_start(packet.parts[0]) if packet.in_place else next(inbox_starts)
         receives.append((packet.in_place, Message(rank=rank, start=start, nbytes=packet.nbytes)))
     return Exchange(
-        staged=tuple(
-            load
-            for packet, start in zip(gather.packets, starts, strict=True)
-            for part, region in _places(packet, start)
-            for load in _loads(part, region, pieces, layouts)
+        staged=_loads(
+            [placed for packet, start in zip(gather.packets, starts, strict=True) for placed in _places(packet, start)],
+            pieces,
+            layouts,
         ),
-        own=tuple(load for part in gather.own for load in _loads(part, _in_slot(part), pieces, layouts)),
+        own=_loads([(part, _in_slot(part)) for part in gather.own], pieces, layouts),
         sends=tuple(
             Message(rank=rank, start=starts[index], nbytes=gather.packets[index].nbytes) for rank, index in gather.sends
         ),
         receives=tuple(receives),
         exchanged=gather.exchanged,
-        moves=tuple(
-            _placed(part, region)
-            for (_, packet), start in zip(inbox, places, strict=True)
-            for part, region in _places(packet, start)
+        moves=Copies(
+            [
+                _placed(part, region)
+                for (_, packet), start in zip(inbox, places, strict=True)
+                for part, region in _places(packet, start)
+            ]
         ),
         outbox_nbytes=outbox_nbytes,
         inbox_nbytes=inbox_nbytes,
@@ -191,38 +196,27 @@ def _in_slot(part: Part) -> Region:
     return part.slot.translate(part.tensor.offset // part.tensor.dtype.itemsize)
 
 
-def _placed(part: Part, source: Region) -> Move:
+def _placed(part: Part, source: Region) -> Pair:
     target = _in_slot(part)
-    return Move(dtype=part.tensor.dtype, source=Region.whole(target.sizes).translate(source.offset), target=target)
+    region = Region.whole(target.sizes).translate(source.offset)
+    dtype = part.tensor.dtype
+    return Place(memory=0, dtype=dtype, region=region), Place(memory=0, dtype=dtype, region=target)
 
 
-def _loads(part: Part, target: Region, pieces: Pieces, layouts: Mapping[str, Layout]) -> Iterable[Load]:
-    piece = pieces[part.tensor.name, part.owner]
-    memory = layouts[piece.parent].memory
-    found = [region for ordinals in piece.local.select(part.source) for region in memory.select(ordinals)]
-    for source, place in aligned(found, (target,)):
-        yield Load(parent=piece.parent, source=source, dtype=part.tensor.dtype, target=place)
-
-
-def _load(loads: Sequence[Load], tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
-    if loads:
-        typed = _typed(buffer, {load.dtype for load in loads})
-        torch._foreach_copy_(
-            [memory_view(typed[load.dtype], load.target) for load in loads],
-            [memory_view(tensors[load.parent], load.source) for load in loads],
-        )
-
-
-def _move(moves: Sequence[Move], source: torch.Tensor, target: torch.Tensor) -> None:
-    if moves:
-        dtypes = {move.dtype for move in moves}
-        here, there = _typed(source, dtypes), _typed(target, dtypes)
-        torch._foreach_copy_(
-            [memory_view(there[move.dtype], move.target) for move in moves],
-            [memory_view(here[move.dtype], move.source) for move in moves],
-        )
-
-
-def _typed(buffer: torch.Tensor, dtypes: Iterable[torch.dtype]) -> dict[torch.dtype, torch.Tensor]:
-    """The buffer (uint8) seen as each dtype, without the bytes at its end that make no element."""
-    return {dtype: buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype) for dtype in dtypes}
+def _loads(parts: Sequence[tuple[Part, Region]], pieces: Pieces, layouts: Mapping[str, Layout]) -> Loads:
+    """Copies of `parts`, each with its elements in the buffer."""
+    numbers: dict[str, int] = {}
+    pairs: list[Pair] = []
+    for part, target in parts:
+        piece = pieces[part.tensor.name, part.owner]
+        layout = layouts[piece.parent]
+        number = numbers.setdefault(piece.parent, len(numbers))
+        found = [region for ordinals in piece.local.select(part.source) for region in layout.memory.select(ordinals)]
+        pairs += [
+            (
+                Place(memory=number, dtype=layout.dtype, region=source),
+                Place(memory=0, dtype=part.tensor.dtype, region=place),
+            )
+            for source, place in aligned(found, (target,))
+        ]
+    return Loads(tuple(numbers), tuple(pairs))

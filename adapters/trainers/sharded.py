@@ -21,8 +21,9 @@ from wsync.group import Group
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.regions import Region
 from wsync.strided import memory_view
+from wsync.views import Place, Views
 
-_Place = tuple[str, Region]
+_Spot = tuple[str, Region]
 """A parameter or buffer, and a region of its memory."""
 
 
@@ -46,7 +47,7 @@ class ShardedProducer:
         self._plan: Plan | None = None
         self._group: Group | None = None
         self._exchanges: tuple[Exchange, ...] = ()
-        self._places: tuple[Sequence[_Place] | None, ...] = ()
+        self._references: tuple[tuple[Sequence[str], tuple[Place, ...]] | None, ...] = ()
         self._boxes: tuple[torch.Tensor, torch.Tensor] | None = None
         self._staged: int | None = None
         self._device = torch.device("cpu")
@@ -87,7 +88,7 @@ class ShardedProducer:
         """See `wsync.Producer`."""
         self._plan, self._group = plan, group
         self._exchanges = self._compile(plan, senders, group)
-        self._places = tuple(self._find(bucket, plan, group) for bucket in plan.buckets)
+        self._references = tuple(self._placed(self._find(bucket, plan, group)) for bucket in plan.buckets)
         self._boxes = None
 
     def open(self) -> None:
@@ -108,8 +109,11 @@ class ShardedProducer:
 
     def references(self, bucket: Bucket) -> Sequence[torch.Tensor] | None:
         """See `wsync.Producer`."""
-        places, tensors = self._places[bucket.index], self._opened()
-        return None if places is None else [memory_view(tensors[parent], region) for parent, region in places]
+        found, tensors = self._references[bucket.index], self._opened()
+        if found is None:
+            return None
+        parents, places = found
+        return Views([tensors[parent] for parent in parents], places)
 
     @torch.no_grad()
     def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
@@ -240,7 +244,7 @@ class ShardedProducer:
             self._pieces[source.name, region] = Piece(parent=source.parent, local=local)
         return regions
 
-    def _find(self, bucket: Bucket, plan: Plan, group: Group) -> Sequence[_Place] | None:
+    def _find(self, bucket: Bucket, plan: Plan, group: Group) -> Sequence[_Spot] | None:
         """Where the tensors and chunks of `bucket` lie, if every rank has the tensors whole and contiguous."""
         found = []
         for meta in bucket.tensors:
@@ -253,7 +257,17 @@ class ShardedProducer:
             found.append((parent, region if meta.is_whole else meta.elements.translate(region.offset)))
         return found
 
-    def _in_place(self, name: str, shape: tuple[int, ...]) -> _Place | None:
+    def _placed(self, spots: Sequence[_Spot] | None) -> tuple[Sequence[str], tuple[Place, ...]] | None:
+        """The same with parents in a list of their own."""
+        if spots is None:
+            return None
+        numbers = {parent: number for number, parent in enumerate(dict.fromkeys(parent for parent, _ in spots))}
+        places = tuple(
+            Place(memory=numbers[parent], dtype=self._layouts[parent].dtype, region=region) for parent, region in spots
+        )
+        return tuple(numbers), places
+
+    def _in_place(self, name: str, shape: tuple[int, ...]) -> _Spot | None:
         """The whole engine-side tensor where it lies contiguous in a parameter, or None."""
         region = Region.whole(shape)
         if not region.numel:

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsync.copies import Copies, Pair, Place
+from wsync.copies import Copies, Pair
 from wsync.regions import Region
 from wsync.strided import memory_view
 from wsync.tiles import MIN_RUN_BYTES, TILE, Kind, Table, tables
+from wsync.views import Place
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = frozenset((a, b) for a in FLOATS for b in FLOATS if a != b)

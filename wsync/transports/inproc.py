@@ -11,6 +11,8 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 
@@ -20,8 +22,21 @@ from wsync.plan import Bucket, Plan
 from wsync.protocols import Ticket
 from wsync.topology import Topology
 from wsync.transports.ring import Ring, check_order, failed, failure_of
+from wsync.views import Views
 
 _channels: "weakref.WeakValueDictionary[str, _Channel]" = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A bucket that was published."""
+
+    index: int
+    payload: torch.Tensor | Views
+    """The slot that holds it, or its tensors where they lie."""
+
+    written: Sequence[tuple[torch.device, torch.cuda.Event]]
+    """For each device that the bucket lies on: what the publishing thread had queued there by then."""
 
 
 class _Channel:
@@ -30,7 +45,7 @@ class _Channel:
     def __init__(self, ticket: Ticket, ring: Ring, slot_bytes: int) -> None:
         self.changed = threading.Condition()
         self.ticket, self.ring, self.slot_bytes = ticket, ring, slot_bytes
-        self.items: dict[int, tuple[int, tuple[torch.Tensor, ...] | torch.Tensor]] = {}
+        self.items: dict[int, _Item] = {}
         self.connected: set[int] = set()
         self.left: set[int] = set()
         self.failure: tuple[int, str, str] | None = None
@@ -135,7 +150,7 @@ class InprocSender:
             )
         with self._channel.changed:
             self._check(alive=range(self._receivers))
-            self._publish(self._channel.ring.hand_over(), bucket, tuple(tensors))
+            self._publish(self._channel.ring.hand_over(), bucket, Views.of(tensors))
 
     def drain(self, deadline: Deadline) -> None:
         """See `wsync.Sender`."""
@@ -166,9 +181,20 @@ class InprocSender:
         if gone:
             raise PeerError(f"receiver(s) {gone} closed")
 
-    def _publish(self, sequence: int, bucket: Bucket, payload: tuple[torch.Tensor, ...] | torch.Tensor) -> None:
-        self._channel.items[sequence] = (bucket.index, payload)
+    def _publish(self, sequence: int, bucket: Bucket, payload: torch.Tensor | Views) -> None:
+        memories = [payload] if isinstance(payload, torch.Tensor) else payload.memories
+        self._channel.items[sequence] = _Item(bucket.index, payload, _queued(memories))
         self._channel.changed.notify_all()
+
+
+def _queued(memories: Sequence[torch.Tensor]) -> Sequence[tuple[torch.device, torch.cuda.Event]]:
+    """An event on the current stream of each CUDA device that `memories` lie on."""
+    events = []
+    for device in {memory.device for memory in memories if memory.device.type == "cuda"}:
+        event = cast("Any", torch.cuda.Event)()
+        event.record(torch.cuda.current_stream(device))
+        events.append((device, event))
+    return events
 
 
 def _allocate(nbytes: int) -> torch.Tensor:
@@ -187,8 +213,17 @@ class InprocReceiver:
 
     def buckets(self, plan: Plan, deadline: Deadline) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
         """See `wsync.Receiver`. Tensors that were handed over are the sender's own: read them only."""
+        devices: set[torch.device] = set()
         for bucket in plan.buckets:
-            yield bucket, self._next(bucket, deadline.restart())
+            item = self._next(bucket, deadline.restart())
+            devices.update(device for device, _ in item.written)
+            in_slot = isinstance(item.payload, torch.Tensor)
+            yield bucket, plan.views(bucket, item.payload) if isinstance(item.payload, torch.Tensor) else item.payload
+            del item
+            # What was handed over stays as it is until the last release; a slot is written again after its own.
+            if in_slot or bucket is plan.buckets[-1]:
+                for device in devices:
+                    torch.cuda.current_stream(device).synchronize()
             self._channel.release(self._index)
 
     def fail(self, message: str) -> None:
@@ -202,7 +237,7 @@ class InprocReceiver:
         """See `wsync.Receiver`."""
         self._close()
 
-    def _next(self, bucket: Bucket, deadline: Deadline) -> tuple[torch.Tensor, ...]:
+    def _next(self, bucket: Bucket, deadline: Deadline) -> _Item:
         channel = self._channel
         with channel.changed:
             sequence = channel.ring.released[self._index]
@@ -215,9 +250,11 @@ class InprocReceiver:
                 return sequence in channel.items
 
             channel.wait(done, deadline, lambda: f"the sender to commit bucket {bucket.index}")
-            index, payload = channel.items[sequence]
-            check_order(sequence, index, sequence, bucket, channel.slot_bytes)
-        return payload if isinstance(payload, tuple) else tuple(meta.view(payload) for meta in bucket.tensors)
+            item = channel.items[sequence]
+            check_order(sequence, item.index, sequence, bucket, channel.slot_bytes)
+        for device, event in item.written:
+            torch.cuda.current_stream(device).wait_event(event)
+        return item
 
 
 class InprocTransport:

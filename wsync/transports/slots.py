@@ -209,7 +209,7 @@ class SlotReceiver:
     def buckets(self, plan: Plan, deadline: Deadline) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
         """See `wsync.Receiver`. Every receiver of a sender maps the same memory: read the tensors only."""
         for bucket in plan.buckets:
-            yield bucket, self._receive(bucket, deadline.restart())
+            yield bucket, plan.views(bucket, self._receive(bucket, deadline.restart()))
             self._release(deadline.restart())
 
     def fail(self, message: str) -> None:
@@ -230,7 +230,8 @@ class SlotReceiver:
     def __del__(self) -> None:
         self.close()
 
-    def _receive(self, bucket: Bucket, deadline: Deadline) -> tuple[torch.Tensor, ...]:
+    def _receive(self, bucket: Bucket, deadline: Deadline) -> torch.Tensor:
+        """The slot that holds `bucket`."""
         with self._using:
             while True:
                 if self._closed:
@@ -246,8 +247,7 @@ class SlotReceiver:
                     raise ProtocolError(f"the sender sent an unknown frame {str(frame[0])[:20]!r}")
             slot = self._next % len(self._memory.slots)
             self._memory.before_read(slot)
-            memory = self._memory.slots[slot]
-        return tuple(meta.view(memory) for meta in bucket.tensors)
+            return self._memory.slots[slot]
 
     def _release(self, deadline: Deadline) -> None:
         with self._using:

@@ -1,0 +1,78 @@
+"""Tensors that lie in other memory, as data: what a table of copies is made from, and what a loader is shown."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+import torch
+
+from wsync.errors import ProtocolError
+from wsync.regions import Region
+from wsync.strided import memory_view
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Elements in one of several memories."""
+
+    memory: int
+    """Index of the memory."""
+
+    dtype: torch.dtype
+    """Of the elements. The memory itself may be a tensor of bytes."""
+
+    region: Region
+    """Positions of the elements, counted in elements of `dtype` from the first byte of the memory. Its sizes are the
+    shape of the tensor."""
+
+    def view(self, memory: torch.Tensor) -> torch.Tensor:
+        """The elements as a tensor of the region's sizes. No copy."""
+        return memory_view(as_dtype(memory, self.dtype), self.region)
+
+
+class Views(Sequence[torch.Tensor]):
+    """The tensors of a bucket where they lie. Each is made only when it is asked for: there may be thousands.
+
+    Attributes:
+        memories: what the tensors lie in.
+        places: one a tensor. The same tuple every time for the same bucket of the same sender.
+    """
+
+    def __init__(self, memories: Sequence[torch.Tensor], places: tuple[Place, ...]) -> None:
+        self.memories, self.places = memories, places
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> "Views":
+        """Tensors of any origin, each as a memory of its own."""
+        if isinstance(tensors, cls):
+            return tensors
+        places = tuple(
+            Place(memory=index, dtype=tensor.dtype, region=Region(0, tuple(tensor.shape), tensor.stride()))
+            for index, tensor in enumerate(tensors)
+        )
+        return cls(tuple(tensors), places)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(index, slice):
+            return Views(self.memories, self.places[index])
+        place = self.places[index]
+        return place.view(self.memories[place.memory])
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+
+def as_dtype(memory: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`memory` itself if it has `dtype`; bytes as that dtype, without those at the end that make no element.
+
+    Raises `ProtocolError` for memory of a third dtype: its bytes mean something else.
+    """
+    if memory.dtype == dtype:
+        return memory
+    if memory.dtype != torch.uint8:
+        raise ProtocolError(f"elements of {dtype} are expected in memory of {memory.dtype}")
+    return memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
