@@ -115,9 +115,11 @@ def test_what_is_written_during_a_sync_stops_it(tmp_path: Path) -> None:
     save_file(tensors(1), tmp_path / "new.safetensors")
     os.replace(tmp_path / "new.safetensors", tmp_path / "model.safetensors")
     slot = torch.empty(plan.capacity, dtype=torch.uint8)
-    for use in (lambda: producer.stage(plan.buckets[0], slot), lambda: producer.references(plan.buckets[0])):
-        with pytest.raises(MismatchError, match=r"written while a sync read it: model\.safetensors"):
-            use()
+    words = r"written while a sync read it: model\.safetensors"
+    with pytest.raises(MismatchError, match=words):
+        producer.stage(plan.buckets[0], slot)
+    with pytest.raises(MismatchError, match=words):
+        producer.references(plan.buckets[0])
     producer.close()
     producer.open()
     assert torch.equal(in_full(producer)["a.weight"], tensors(1)["a.weight"])
@@ -137,6 +139,22 @@ def test_another_model_at_the_same_path_needs_another_connect(tmp_path: Path) ->
             save_file(change, tmp_path / "3.safetensors")
         with pytest.raises(MismatchError, match="connect again"):
             producer.open()
+
+
+def without(folder: Path) -> None:
+    (folder / "2.safetensors").unlink()
+
+
+def overwritten(file: str, text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / file).write_text(text)
+
+    return write
+
+
+def emptied(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
 
 
 def cut_off(folder: Path) -> None:
@@ -159,8 +177,7 @@ def twice(folder: Path) -> None:
 
 
 def pickled(folder: Path) -> None:
-    for file in folder.iterdir():
-        file.unlink()
+    emptied(folder)
     torch.save(tensors(), folder / "pytorch_model.bin")
 
 
@@ -171,9 +188,9 @@ def adapter(folder: Path) -> None:
 
 WRONG: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "cut off": (cut_off, MismatchError, r"2\.safetensors \(\d+ bytes\) is no complete safetensors file"),
-    "not one at all": (lambda f: (f / "2.safetensors").write_text("hello you") and None, MismatchError, "no complete"),
+    "not one at all": (overwritten("2.safetensors", "hello you"), MismatchError, "no complete safetensors"),
     "missing file": (
-        lambda folder: (folder / "2.safetensors").unlink(),
+        without,
         MismatchError,
         r"names 1 file\(s\) that are not there: 2\.safetensors",
     ),
@@ -181,7 +198,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     "name not in the index": (reindexed({"c": None}), MismatchError, r"0 .* \(none\), 1 are not in the index \(c\)"),
     "twice": (twice, MismatchError, "c comes twice: as 'c' in .*2.safetensors and as 'module.c' in .*3.safetensors"),
     "outside": (reindexed({"c": "../2.safetensors"}), MismatchError, "which is no file of its folder"),
-    "index that is none": (lambda f: (f / INDEX).write_text("[1]") and None, MismatchError, "no index of safetensors"),
+    "index that is none": (overwritten(INDEX, "[1]"), MismatchError, "is no index of safetensors"),
     "two layouts": (
         lambda folder: save_file(tensors(), folder / "model.safetensors"),
         MismatchError,
@@ -189,7 +206,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], type[Exception], str]] = {
     ),
     "pickled": (pickled, UnsupportedError, r"holds pytorch_model\.bin, which may run code.*save_pretrained\(\)"),
     "adapter": (adapter, UnsupportedError, "holds a LoRA adapter and no model"),
-    "empty": (lambda folder: [f.unlink() for f in folder.iterdir()] and None, UnsupportedError, "has neither"),
+    "empty": (emptied, UnsupportedError, "has neither"),
 }
 
 
