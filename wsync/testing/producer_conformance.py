@@ -12,6 +12,7 @@ import torch
 
 from wsync.deadline import Deadline
 from wsync.digest import digest, word_bytes
+from wsync.errors import ProtocolError
 from wsync.group import Group
 from wsync.handshake import merge_specs
 from wsync.plan import Plan, TensorSpec, as_bytes
@@ -102,6 +103,20 @@ def check_named_tensors(bench: ProducerBench) -> None:
     producer.close()
 
 
+def check_not_open(bench: ProducerBench) -> None:
+    """Before `open` and after `close` there is nothing to iterate over, and the call itself says so."""
+    producer, _ = bench.prepared(tensor_zoo(8, BUCKET_BYTES), [0])
+    for when in ("before open", "after close"):
+        words = ""
+        try:
+            producer.named_tensors()
+        except ProtocolError as error:
+            words = str(error)
+        assert "open" in words, f"named_tensors {when} does not say what to call: {words!r}"
+        producer.open()
+        producer.close()
+
+
 def check_references(bench: ProducerBench) -> None:
     """What is handed out by reference is what would have been put into the slot."""
     tensors = tensor_zoo(6, 3 * BUCKET_BYTES)
@@ -121,6 +136,7 @@ PRODUCER_CHECKS: tuple[Callable[[ProducerBench], None], ...] = (
     check_cast,
     check_digests,
     check_named_tensors,
+    check_not_open,
     check_references,
 )
 
