@@ -13,20 +13,23 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from wsync.adapters.trainers.deepspeed import DeepSpeedProducer
 from wsync.adapters.trainers.fsdp import FSDPProducer
+from wsync.adapters.trainers.fsdp1 import FSDP1Producer
 from wsync.adapters.trainers.lora_layers import Term, Tuned, examine, is_tuned
 from wsync.adapters.trainers.lora_merge import check_mergeable, merge
 from wsync.adapters.trainers.module import ModuleProducer
 from wsync.adapters.trainers.names import Held, Source, sources
 from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.deadline import Deadline
-from wsync.errors import MismatchError, UnsupportedError, first_five
+from wsync.errors import MismatchError, first_five
 from wsync.group import Group
 from wsync.handshake import merge_specs
 from wsync.plan import ALIGNMENT_BYTES, Plan, TensorSpec
 from wsync.regions import Region
 
-_SHARDINGS: tuple[type[ShardedProducer], ...] = (FSDPProducer, ModuleProducer)
+_SHARDINGS: tuple[type[ShardedProducer], ...] = (DeepSpeedProducer, FSDP1Producer, FSDPProducer, ModuleProducer)
+"""Each module is taken by one of them."""
 
 
 class LoRAProducer(ShardedProducer):
@@ -36,7 +39,7 @@ class LoRAProducer(ShardedProducer):
     """
 
     def __new__(cls, module: nn.Module) -> "LoRAProducer":
-        """A producer for the way in which `module` is sharded. Raises `UnsupportedError`."""
+        """A producer for the way in which `module` is sharded."""
         return cast("LoRAProducer", super().__new__(_combine(cls, _sharding(module))))
 
     def __init__(self, module: nn.Module) -> None:
@@ -86,6 +89,9 @@ class LoRAProducer(ShardedProducer):
         self._factors.close()
         self._whole, self._merged = {}, {}
 
+    def _glance(self, module: nn.Module) -> None:
+        """Adapters are switched by attributes, which no glance sees."""
+
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         held = super()._held(module)
         self._tuned = tuned = examine(module, list(held))
@@ -117,7 +123,7 @@ class LoRAFactors(ShardedProducer):
     """Exports A, B and magnitudes of all active adapters by their names in the module, for the ranks themselves."""
 
     def __new__(cls, module: nn.Module) -> "LoRAFactors":
-        """A producer for the way in which `module` is sharded. Raises `UnsupportedError`."""
+        """A producer for the way in which `module` is sharded."""
         return cast("LoRAFactors", super().__new__(_combine(cls, _sharding(module))))
 
     def metadata(self) -> Sequence[TensorSpec]:
@@ -147,6 +153,9 @@ class LoRAFactors(ShardedProducer):
             found |= {meta.name: tensor for meta, tensor in zip(bucket.tensors, tensors, strict=True)}
         return found
 
+    def _glance(self, module: nn.Module) -> None:
+        """See `LoRAProducer`."""
+
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         held = super()._held(module)
         return {name: held[name] for name in examine(module, list(held)).factors()}
@@ -159,13 +168,7 @@ class LoRAFactors(ShardedProducer):
 
 
 def _sharding(module: nn.Module) -> type[ShardedProducer]:
-    for kind in _SHARDINGS:
-        if cast(Any, kind).matches(module):
-            return kind
-    raise UnsupportedError(
-        f"this {type(module).__name__} has LoRA adapters and is sharded in a way in which they cannot be merged; plain "
-        f"modules, DDP, fully_shard and DTensor parameters can"
-    )
+    return next(kind for kind in _SHARDINGS if cast(Any, kind).matches(module))
 
 
 def _combine(lora: type[ShardedProducer], sharding: type[ShardedProducer]) -> type[ShardedProducer]:

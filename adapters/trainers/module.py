@@ -4,6 +4,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from wsync.adapters.trainers.glance import Glance, glance_at
 from wsync.adapters.trainers.sharded import ShardedProducer
 
 
@@ -19,3 +20,6 @@ class ModuleProducer(ShardedProducer):
             return False
         # DeepSpeed marks the parameters that it has partitioned
         return not any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in obj.parameters())
+
+    def _glance(self, module: nn.Module) -> Glance:
+        return glance_at(module)

@@ -1,0 +1,35 @@
+"""A cheap look at a module: enough to tell that nothing about it has changed since the last, close one."""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True, slots=True)
+class Glance:
+    """What a module consists of."""
+
+    key: Sequence[Hashable]
+    """Equal to that of another glance if both saw the same modules, names and tensors, at the same addresses."""
+
+    tensors: Sequence[torch.Tensor]
+    """Parameters and buffers, in the order of `held_tensors`."""
+
+
+def glance_at(module: nn.Module) -> Glance:
+    """Look at `module`, whose tensors are plain ones. Takes about a microsecond a tensor."""
+    key: list[Hashable] = []
+    tensors: list[torch.Tensor] = []
+    stack = [module]
+    while stack:
+        here = stack.pop()
+        key += (id(here), *here._modules, *here._parameters, *here._buffers)
+        for group in (here._parameters, here._buffers):
+            for tensor in group.values():
+                if tensor is not None:
+                    tensors.append(tensor)
+                    key += (id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        stack.extend(child for child in reversed(here._modules.values()) if child is not None)
+    return Glance(key, tensors)
