@@ -1,7 +1,6 @@
 """Rows of results: what was measured against what, on which machine, kept as one JSON file a theme and day."""
 
 import json
-import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass, field
@@ -10,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.measure import Samples
+from wsync.bench.machine import hardware, load_average
+from wsync.bench.samples import Samples
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -36,7 +36,7 @@ class Row:
     """Least ratio to the reference's speed; None: reported only."""
 
     note: str = ""
-    load_average: float = field(default_factory=lambda: os.getloadavg()[0])
+    load_average: float = field(default_factory=load_average)
     """Processes that wanted a core in the last minute: this machine may not have been alone."""
 
     @property
@@ -74,17 +74,6 @@ class Row:
 
     def _reference_first(self, name: str) -> bool:
         return name != self.reference
-
-
-def hardware() -> dict[str, object]:
-    """What the numbers depend on."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-    }
 
 
 def versions() -> dict[str, str]:

@@ -1,0 +1,43 @@
+"""What numbers depend on: hardware, versions, load, free memory."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+
+def hardware() -> dict[str, object]:
+    """CPU, cores that this process may use, memory."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": models[0] if models else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, torch and wsync."""
+    try:
+        wsync = version("wsync-rl")
+    except PackageNotFoundError:
+        wsync = "not installed"
+    return {"python": platform.python_version(), "torch": torch.__version__, "wsync": wsync}
+
+
+def load_average() -> float:
+    """Processes that wanted a core in the last minute: this machine may not be alone."""
+    return os.getloadavg()[0]
+
+
+def free_bytes() -> int | None:
+    """Memory that can be had without swapping; None where the kernel does not say."""
+    meminfo = Path("/proc/meminfo")
+    for line in meminfo.read_text().splitlines() if meminfo.is_file() else []:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
