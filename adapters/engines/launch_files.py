@@ -22,3 +22,13 @@ def stream(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dict: it cannot be iterated
                 yield name, opened.get_tensor(name)
+
+
+def headers(files: Sequence[Path]) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """(name, shape, dtype) of every tensor, without reading them."""
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - as above
+                part = opened.get_slice(name)
+                shape = tuple(part.get_shape())
+                yield name, shape, (part[:0] if shape else opened.get_tensor(name)).dtype

@@ -89,7 +89,7 @@ class SGLangEngine(WorkerEngine):
         self._size = int(arguments.tp_size)
         self._folder = _launch_folder(arguments)
         self._calls = Calls(engine, self.name)
-        self._updates = Updates(self._calls, self._size, lambda: self._patience_s)
+        self._updates = Updates(self._calls, self._size)
         self._ring: Background[None] | None = None
         self._calling = threading.Lock()
         self._thread = threading.current_thread()
@@ -101,7 +101,9 @@ class SGLangEngine(WorkerEngine):
                     f"{self.name} was started without wsync's worker half, and not from a folder with safetensors "
                     f"files that would say which tensors it takes: {_HOW_TO_GET_A_WORKER}"
                 )
-            self._worker = OwnCallsWorker(OwnCallsLoader(self.name, self._folder, self._updates))
+            self._worker = OwnCallsWorker(
+                OwnCallsLoader(self.name, self._folder, self._updates, lambda: self._patience_s)
+            )
 
     # What WorkerEngine asks for.
 
@@ -210,11 +212,11 @@ class SGLangEngine(WorkerEngine):
             return ring
 
         def load() -> None:
-            self._updates.begin()
+            self._updates.begin(self._patience_s)
             try:
-                self._updates.send([(address, torch.zeros(1))], CUSTOM_LOADER)
+                self._updates.send([(address, torch.zeros(1))], CUSTOM_LOADER, None)
             finally:
-                self._updates.end()
+                self._updates.end(self._patience_s)
 
         return load
 

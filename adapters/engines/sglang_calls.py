@@ -171,7 +171,7 @@ class Calls:
         while manager.rid_to_state:
             deadline.remaining(f"{len(manager.rid_to_state)} request(s) of {self.name} to end")
             if mode == "abort":  # again and again: one may just be on its way
-                manager.abortrequest(abort_all=True)
+                manager.abort_request(abort_all=True)
             await asyncio.sleep(_POLL_S)
 
     async def _pause(self) -> None:
@@ -189,47 +189,52 @@ class Calls:
 
 
 class Updates:
-    """SGLang's own update calls, with the session that newer versions want around them."""
+    """SGLang's own update calls, with the session that newer versions want around them.
 
-    def __init__(self, calls: Calls, workers: int, timeout_s: Callable[[], float]) -> None:
-        """`timeout_s` says how long each call may take."""
-        self._calls, self._workers, self._timeout_s = calls, workers, timeout_s
+    They are made past SGLang's lock, which a request holds as long as its reader has not taken all of it: wsync sees to
+    it that no batch runs while weights change.
+    """
+
+    def __init__(self, calls: Calls, workers: int) -> None:
+        """Every one of `workers` ranks is sent tensors of its own."""
+        self._calls, self._workers = calls, workers
         self._in_session = False
 
-    def begin(self) -> None:
+    def begin(self, timeout_s: float) -> None:
         """Open a session, where this SGLang has sessions; one that could not be ended before is ended first."""
-        self.end()
-        manager = self._calls.engine.tokenizer_manager
-        if hasattr(manager, "begin_weight_update"):
-            request = self._calls.request("BeginWeightUpdateReqInput", selector="all")
-            self._call("begin a weight update", lambda: manager.begin_weight_update(request, None))
+        self.end(timeout_s)
+        if hasattr(self._calls.engine.tokenizer_manager, "begin_weight_update"):
+            self._call("begin_weight_update", self._calls.request("BeginWeightUpdateReqInput"), timeout_s)
             self._in_session = True
 
-    def end(self) -> None:
+    def end(self, timeout_s: float) -> None:
         """Close the session if one is open."""
         if self._in_session:
-            manager = self._calls.engine.tokenizer_manager
-            request = self._calls.request("EndWeightUpdateReqInput")
-            self._call("end a weight update", lambda: manager.end_weight_update(request, None))
+            self._call("end_weight_update", self._calls.request("EndWeightUpdateReqInput"), timeout_s)
             self._in_session = False
 
-    def send(self, tensors: object, load_format: str) -> None:
-        """One update call: every rank gets `tensors` of its own, in a format that SGLang knows."""
+    def send(self, tensors: object, load_format: str, timeout_s: float | None) -> None:
+        """One update call, in a format that SGLang knows. `timeout_s` None: as long as it takes."""
         from sglang.srt.utils import MultiprocessingSerializer
 
-        manager = self._calls.engine.tokenizer_manager
         request = self._calls.request(
             "UpdateWeightsFromTensorReqInput",
             serialized_named_tensors=[MultiprocessingSerializer.serialize(tensors) for _ in range(self._workers)],
             load_format=load_format,
             flush_cache=False,
         )
-        self._call("take tensors", lambda: manager.update_weights_from_tensor(request, None))
+        self._call("update_weights_from_tensor", request, timeout_s)
 
-    def _call(self, doing: str, work: Callable[[], Coroutine[Any, Any, tuple[bool, str]]]) -> None:
-        success, message = self._calls.run(doing, work, self._timeout_s())
-        if not success:
-            raise PeerError(f"{self._calls.name} failed to {doing}: {message}")
+    def _call(self, method: str, request: object, timeout_s: float | None) -> None:
+        manager = self._calls.engine.tokenizer_manager
+
+        async def answers() -> Sequence[Any]:
+            manager.auto_create_handle_loop()
+            return await getattr(manager, f"{method}_communicator")(request)  # type: ignore[no-any-return]
+
+        failed = [answer.message for answer in self._calls.run(method, answers, timeout_s) if not answer.success]
+        if failed:
+            raise PeerError(f"{self._calls.name} failed in {method}: {failed[0]}")
 
 
 def _heard(call: "asyncio.Future[Any]") -> None:

@@ -5,14 +5,13 @@ every tensor through SGLang's loader. Names and shapes are checked as strictly a
 unknown name in silence and ends itself over a wrong shape. What the weights became in the end cannot be seen from here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from wsync import wire
-from wsync.adapters.engines.launch_files import safetensors_files
+from wsync.adapters.engines.launch_files import headers, safetensors_files
 from wsync.adapters.engines.sglang_calls import Updates
 from wsync.errors import MismatchError
 from wsync.topology import Endpoint, local_endpoint
@@ -38,11 +37,13 @@ class OwnCallsWorker(Worker):
 class OwnCallsLoader:
     """`wsync.protocols.Loader` over SGLang's update calls."""
 
-    def __init__(self, engine: str, folder: Path, updates: Updates) -> None:
-        """`folder` is the checkpoint that the engine called `engine` was started with."""
+    def __init__(self, engine: str, folder: Path, updates: Updates, patience_s: Callable[[], float]) -> None:
+        """`folder` is the checkpoint that the engine called `engine` was started with; `patience_s` is for one call."""
         self.engine = engine
-        self._updates = updates
-        self._targets = _stand_ins(folder)
+        self._updates, self._patience_s = updates, patience_s
+        self._targets = {
+            name: torch.empty(shape, dtype=dtype) for name, shape, dtype in headers(safetensors_files(folder))
+        }
         self._attempt = False
         # Never read. It is written for each tensor, which tells the dry run that more happens to it than a copy.
         self._elsewhere = torch.empty((), dtype=torch.uint8)
@@ -67,7 +68,7 @@ class OwnCallsLoader:
         """In an attempt: send them. Else: say what would become of them."""
         if self._attempt:
             for batch in _batches(weights):
-                self._updates.send(_flattened(batch), "flattened_bucket")
+                self._updates.send(_flattened(batch), "flattened_bucket", self._patience_s())
             return
         for name, tensor in weights:
             self._elsewhere.zero_()
@@ -83,30 +84,18 @@ class OwnCallsLoader:
 
     def begin(self) -> None:
         """Open SGLang's session."""
-        self._updates.begin()
+        self._updates.begin(self._patience_s())
         self._attempt = True
 
     def finish(self) -> None:
         """End it; SGLang derives what it derives."""
         self._attempt = False
-        self._updates.end()
+        self._updates.end(self._patience_s())
 
     def rollback(self) -> None:
         """End it."""
         self._attempt = False
-        self._updates.end()
-
-
-def _stand_ins(folder: Path) -> dict[str, torch.Tensor]:
-    targets = {}
-    for file in safetensors_files(folder):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dict: it cannot be iterated
-                part = opened.get_slice(name)
-                shape = part.get_shape()
-                dtype = (part[:0] if shape else opened.get_tensor(name)).dtype
-                targets[name] = torch.empty(shape, dtype=dtype)
-    return targets
+        self._updates.end(self._patience_s())
 
 
 def _batches(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:

@@ -15,16 +15,16 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from wsync import wire
-from wsync.adapters.engines.launch_files import safetensors_files, stream
+from wsync.adapters.engines.launch_files import headers, safetensors_files, stream
 from wsync.deadline import Deadline
-from wsync.errors import EngineStateError, PeerError, ProtocolError, first_five
+from wsync.errors import EngineStateError, MismatchError, PeerError, ProtocolError, first_five
 from wsync.record import writable
 from wsync.topology import Endpoint, local_endpoint
 from wsync.transports.link import credentials
@@ -130,6 +130,7 @@ class SGLangLoader:
         self._model_ref = weakref.ref(model)
         self._folder = folder
         self._addresses: Mapping[str, int] = {}
+        self._shapes: Mapping[str, tuple[int, ...]] | None = None
 
     def endpoint(self) -> Endpoint:
         """Where this worker's weights are."""
@@ -149,13 +150,13 @@ class SGLangLoader:
         return False
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """SGLang's own loader."""
+        """SGLang's own loader, which would pad or cut some tensors of a wrong shape."""
         model: Any = self._model()
-        model.load_weights(weights)
+        model.load_weights(self._of_the_right_shape(weights))
 
     def launch_weights(self) -> Iterable[tuple[str, torch.Tensor]] | None:
         """The safetensors files of the checkpoint folder; None without one."""
-        files = safetensors_files(self._folder) if self._folder is not None else []
+        files = self._files()
         return stream(files) if files else None
 
     def begin(self) -> None:
@@ -178,6 +179,18 @@ class SGLangLoader:
 
     def rollback(self) -> None:
         """Nothing: the next sync writes every parameter again, in place."""
+
+    def _of_the_right_shape(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._shapes is None:
+            self._shapes = {name: shape for name, shape, _ in headers(self._files())}
+        for name, tensor in weights:
+            wanted = self._shapes.get(name, tuple(tensor.shape))
+            if tensor.shape != wanted:
+                raise MismatchError(f"its shape is {list(tensor.shape)}, at launch it was {list(wanted)}")
+            yield name, tensor
+
+    def _files(self) -> Sequence[Path]:
+        return safetensors_files(self._folder) if self._folder is not None else ()
 
     def _pointers(self) -> Mapping[str, int]:
         return {name: tensor.data_ptr() for name, tensor in self._model().named_parameters()}
