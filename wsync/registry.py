@@ -73,6 +73,13 @@ _ENGINES = (
         extra="vllm",
     ),
     _Entry(
+        name="sglang",
+        target="wsync.adapters.engines.sglang:SGLangEngine",
+        serves="sglang.Engine",
+        packages=("sglang",),
+        extra="sglang",
+    ),
+    _Entry(
         name="hf",
         target="wsync.adapters.engines.hf:HFEngine",
         serves="a torch.nn.Module with generate()",
