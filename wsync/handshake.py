@@ -77,7 +77,7 @@ def connect_ranks(
     plan = Plan.pack(wanted, config.bucket_bytes)
     senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
     patience = Deadline.beyond(config.timeout_s)
-    choices = group.local("choose a transport", lambda: _choose_all(engines, transports, config), patience)
+    choices = group.local("choose a transport", lambda: _choose_all(producer, engines, transports, config), patience)
     group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
     return Agreement(
         plan=plan,
@@ -198,8 +198,10 @@ def _check_greetings(greetings: Sequence[Mapping[str, Any]]) -> list[Sequence[st
     return engines_by_rank
 
 
-def _choose_all(engines: Sequence[Engine], transports: Sequence[Transport], config: SyncConfig) -> list[Choice]:
-    here = local_endpoint("cpu")
+def _choose_all(
+    producer: Producer, engines: Sequence[Engine], transports: Sequence[Transport], config: SyncConfig
+) -> list[Choice]:
+    here = local_endpoint(producer.device)
     return [
         choose(Topology(sender=here, receivers=tuple(engine.endpoints())), transports, config.transport)
         for engine in engines

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import torch
+
 from wsync.background import Background
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
@@ -28,9 +30,14 @@ class Line:
 
 
 def open_lines(
-    engines: Sequence[Engine], choices: Sequence[Choice], plan: Plan, config: SyncConfig, generation: int
+    engines: Sequence[Engine],
+    choices: Sequence[Choice],
+    plan: Plan,
+    config: SyncConfig,
+    generation: int,
+    device: torch.device,
 ) -> list[Line]:
-    """One sender for each transport among `choices`, with every engine's workers attached.
+    """One sender for each transport among `choices`, with every engine's workers attached. Weights are on `device`.
 
     Raises what an engine's `attach` or the transport raises; then nothing is left open.
     """
@@ -39,12 +46,18 @@ def open_lines(
     deadline = Deadline.after(config.timeout_s)
     try:
         for name in dict.fromkeys(choice.transport.name for choice in choices):
-            served = [
-                (engine, choice)
-                for engine, choice in zip(engines, choices, strict=True)
-                if choice.transport.name == name
-            ]
-            lines.append(_open_line([e for e, _ in served], [c for _, c in served], plan, config, generation, deadline))
+            served = [pair for pair in zip(engines, choices, strict=True) if pair[1].transport.name == name]
+            receivers = [len(choice.topology.receivers) for _, choice in served]
+            sender = served[0][1].transport.sender(
+                slot_bytes=plan.capacity,
+                num_slots=min(config.num_slots, len(plan.buckets)) or 1,
+                receivers=sum(receivers),
+                generation=generation,
+                device=device,
+            )
+            line = Line(transport=name, sender=sender, engines=tuple(engine for engine, _ in served))
+            lines.append(line)
+            _attach(line, receivers, plan, deadline)
     except BaseException:
         for line in lines:
             line.sender.close()
@@ -52,35 +65,16 @@ def open_lines(
     return lines
 
 
-def _open_line(
-    engines: Sequence[Engine],
-    choices: Sequence[Choice],
-    plan: Plan,
-    config: SyncConfig,
-    generation: int,
-    deadline: Deadline,
-) -> Line:
-    transport = choices[0].transport
-    counts = [len(choice.topology.receivers) for choice in choices]
-    sender = transport.sender(
-        slot_bytes=plan.capacity,
-        num_slots=min(config.num_slots, len(plan.buckets)) or 1,
-        receivers=sum(counts),
-        generation=generation,
-    )
-    try:
-        ticket = sender.ticket()
-        attaching = []
-        first_index = 0
-        for engine, count in zip(engines, counts, strict=True):
-            attach = partial(engine.attach, plan, ticket, first_index, deadline)
-            attaching.append(Background(f"{engine.name} to attach", attach))
-            first_index += count
-        accepting = Background("workers to connect", lambda: sender.accept(deadline))
-        for call in attaching:
-            call.result(deadline)
-        accepting.result(deadline)
-    except BaseException:
-        sender.close()
-        raise
-    return Line(transport=transport.name, sender=sender, engines=tuple(engines))
+def _attach(line: Line, receivers: Sequence[int], plan: Plan, deadline: Deadline) -> None:
+    """Connect the workers of every engine; `receivers` says how many each has."""
+    ticket = line.sender.ticket()
+    attaching = []
+    first_index = 0
+    for engine, count in zip(line.engines, receivers, strict=True):
+        attach = partial(engine.attach, plan, ticket, first_index, deadline)
+        attaching.append(Background(f"{engine.name} to attach", attach))
+        first_index += count
+    accepting = Background("workers to connect", lambda: line.sender.accept(deadline))
+    for call in attaching:
+        call.result(deadline)
+    accepting.result(deadline)

@@ -20,7 +20,7 @@ from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.plan import Bucket, Plan, TensorSpec
 from wsync.regions import Region
-from wsync.topology import Endpoint, Topology
+from wsync.topology import CPU, Endpoint, Topology
 
 if TYPE_CHECKING:
     from wsync.group import Group
@@ -88,6 +88,11 @@ class Producer(Protocol):
     @property
     def staging_bytes(self) -> int:
         """Scratch memory, in bytes, that this producer holds from one sync to the next."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's weights are, once `metadata` was called. Slots are best there too."""
         ...
 
     def metadata(self) -> Sequence[TensorSpec]:
@@ -222,8 +227,18 @@ class Transport(Protocol):
         """None if this transport can serve `topology`, else the reason, for people."""
         ...
 
-    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> Sender:
-        """A sender of `num_slots` slots. Raises `TransportError` if the memory cannot be had."""
+    def sender(
+        self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
+    ) -> Sender:
+        """A sender of `num_slots` slots. Raises `TransportError` if the memory cannot be had.
+
+        Args:
+            slot_bytes: bytes of each slot.
+            num_slots: how many.
+            receivers: how many will connect.
+            generation: see `Ticket`.
+            device: where the producer's weights are.
+        """
         ...
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> Receiver:

@@ -33,12 +33,35 @@ class _Entry:
     extra: str | None = None
     """Optional dependencies that it needs."""
 
+    distribution: str | None = None
+    """Who brought it, "name version"; None if wsync itself."""
+
+    @property
+    def origin(self) -> str:
+        """Who brought it, for messages; "" for what is built in."""
+        return f", from {self.distribution}" if self.distribution else ""
+
+    @property
+    def title(self) -> str:
+        """Name, target and origin, for messages."""
+        return f"{self.name} ({self.target}{self.origin})"
+
 
 _TRANSPORTS = (
     _Entry(name="inproc", target="wsync.transports.inproc:InprocTransport"),
     _Entry(name="shm", target="wsync.transports.shm:ShmTransport"),
+    _Entry(name="cuda_ipc", target="wsync.transports.cuda_ipc:CudaIpcTransport"),
+    _Entry(name="nccl", target="wsync.transports.collective:NcclTransport"),
+    _Entry(name="hccl", target="wsync.transports.collective:HcclTransport"),
+    _Entry(name="gloo", target="wsync.transports.collective:GlooTransport"),
 )
 _TRAINERS = (
+    _Entry(
+        name="lora",
+        target="wsync.adapters.trainers.lora:LoRAProducer",
+        serves="a module with LoRA adapters of PEFT",
+        packages=("torch",),
+    ),
     _Entry(
         name="deepspeed",
         target="wsync.adapters.trainers.deepspeed:DeepSpeedProducer",
@@ -62,6 +85,12 @@ _TRAINERS = (
         target="wsync.adapters.trainers.module:ModuleProducer",
         serves="any other torch.nn.Module",
         packages=("torch",),
+    ),
+    _Entry(
+        name="checkpoint",
+        target="wsync.adapters.trainers.checkpoint:CheckpointProducer",
+        serves="a str or Path, the folder of a safetensors checkpoint",
+        packages=("builtins", "pathlib"),
     ),
 )
 _ENGINES = (
@@ -137,7 +166,15 @@ def engine_for(engine: object) -> Engine:
 
 
 def _entries(kind: str, built_in: Sequence[_Entry]) -> list[_Entry]:
-    found = [_Entry(name=e.name, target=e.value, serves=e.value) for e in entry_points(group=f"wsync.{kind}")]
+    found = [
+        _Entry(
+            name=entry.name,
+            target=entry.value,
+            serves=entry.value,
+            distribution=f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution",
+        )
+        for entry in entry_points(group=f"wsync.{kind}")
+    ]
     return [*built_in, *found] if kind == "transports" else [*found, *built_in]
 
 
@@ -145,19 +182,36 @@ def _load(entry: _Entry) -> Any:
     module, _, attribute = entry.target.partition(":")
     try:
         return getattr(import_module(module), attribute)
-    except ImportError as error:
-        cure = f'pip install "{_DISTRIBUTION}[{entry.extra}]"' if entry.extra else "install what it needs, or remove it"
-        raise UnsupportedError(f"{entry.name} ({entry.target}) cannot be imported: {error}; {cure}") from error
+    except Exception as error:
+        if not entry.distribution and not isinstance(error, ImportError):
+            raise
+        cure = f'pip install "{_DISTRIBUTION}[{entry.extra}]"' if entry.extra else "install what it needs"
+        if entry.distribution:
+            cure = f"install what it needs, mend it, or pip uninstall {entry.distribution.split()[0]}"
+        raise UnsupportedError(f"{entry.title} cannot be imported: {type(error).__name__}: {error}; {cure}") from error
+
+
+def _ask(entry: _Entry, obj: object) -> Any:
+    """The adapter class of `entry` if it takes `obj`, else None."""
+    adapter = _load(entry)
+    if not entry.distribution:
+        return adapter if adapter.matches(obj) else None
+    try:
+        return adapter if adapter.matches(obj) else None
+    except Exception as error:
+        raise UnsupportedError(
+            f"{entry.title} failed when asked whether it takes {_seen(obj)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _find(role: str, obj: object, entries: Sequence[_Entry], contract: type) -> Any:
     roots = {root for kind in type(obj).__mro__ for root in [kind.__module__.partition(".")[0]]}
     for entry in entries:
         if entry.packages is None or roots & set(entry.packages):
-            adapter = _load(entry)
-            if adapter.matches(obj):
+            adapter = _ask(entry, obj)
+            if adapter is not None:
                 return adapter
-    supported = "; ".join(f"{entry.name}: {entry.serves}" for entry in entries)
+    supported = "; ".join(f"{entry.name}: {entry.serves}{entry.origin}" for entry in entries)
     raise UnsupportedError(
         f"this {role} is {_seen(obj)}, which nothing here can serve. Supported: {supported}; or any object that meets "
         f"wsync.{contract.__name__} (it lacks {', '.join(list(_missing(obj, contract))[:5])})"

@@ -174,7 +174,9 @@ class Session:
         agreement = self._agreement
         self._lines = self._group.local(
             "attach",
-            lambda: open_lines(self.engines, agreement.choices, agreement.plan, self.config, self._call),
+            lambda: open_lines(
+                self.engines, agreement.choices, agreement.plan, self.config, self._call, self._producer.device
+            ),
             self._patience(),
         )
         self._attached = True

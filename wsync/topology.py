@@ -16,6 +16,8 @@ from wsync.errors import UnsupportedError
 if TYPE_CHECKING:
     from wsync.protocols import Transport
 
+CPU = torch.device("cpu")
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _NETWORK = Path("/proc/self/ns/net")
 

@@ -56,6 +56,11 @@ class ShardedProducer:
         self._device = torch.device("cpu")
 
     @property
+    def device(self) -> torch.device:
+        """See `wsync.Producer`."""
+        return self._device
+
+    @property
     def staging_bytes(self) -> int:
         """Bytes of the buffers that this rank keeps from one sync to the next."""
         return 0 if self._boxes is None else sum(box.numel() for box in self._boxes)

@@ -227,22 +227,23 @@ def test_a_module_whose_parameters_another_framework_partitioned_is_not_taken_fo
 
 
 def test_a_glance_is_not_enough_when_something_changed() -> None:
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module, last = nn.Sequential(nn.Linear(8, 8)), nn.Linear(8, 8)
+    module.append(last)
     producer, plan = prepared(module, 4096)
     for _ in range(2):  # closely, then at a glance
         producer.open()
-        assert same_bits(filled(producer, plan)["1.weight"], module[1].weight)
+        assert same_bits(filled(producer, plan)["1.weight"], last.weight)
         producer.close()
     with torch.no_grad():
-        module[1].weight.add_(1)  # in place: the same memory with other values
+        last.weight.add_(1)  # in place: the same memory with other values
     producer.open()
-    assert same_bits(filled(producer, plan)["1.weight"], module[1].weight)
+    assert same_bits(filled(producer, plan)["1.weight"], last.weight)
     producer.close()
-    module[1].weight = nn.Parameter(torch.randn(8, 8))  # as large, elsewhere
+    last.weight = nn.Parameter(torch.randn(8, 8))  # as large, elsewhere
     producer.open()
-    assert same_bits(filled(producer, plan)["1.weight"], module[1].weight)
+    assert same_bits(filled(producer, plan)["1.weight"], last.weight)
     producer.close()
-    module[1].weight.data = torch.randn(8, 9)
+    last.weight.data = torch.randn(8, 9)
     with pytest.raises(MismatchError, match=r"1\.weight"):
         producer.open()
     module[1] = nn.Sequential(nn.Linear(8, 8))

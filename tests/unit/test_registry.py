@@ -42,7 +42,7 @@ def install(monkeypatch: pytest.MonkeyPatch, group: str, value: str) -> None:
     monkeypatch.setattr(registry, "entry_points", lambda group: entries.select(group=group))
 
 
-BUILT_IN = ["inproc", "shm", "nccl", "hccl", "gloo"]
+BUILT_IN = ["inproc", "shm", "cuda_ipc", "nccl", "hccl", "gloo"]
 
 
 def test_built_in_transports_in_order_of_preference() -> None:
@@ -54,7 +54,9 @@ def test_built_in_transports_in_order_of_preference() -> None:
 
 def test_an_unknown_transport_lists_what_is_there() -> None:
     for find in (registry.transport, registry.transports_for):
-        with pytest.raises(UnsupportedError, match=r"'carrier-pigeon'; choose one of: gloo, hccl, inproc, nccl, shm"):
+        with pytest.raises(
+            UnsupportedError, match=r"'carrier-pigeon'; choose one of: cuda_ipc, gloo, hccl, inproc, nccl, shm"
+        ):
             find("carrier-pigeon")
 
 

@@ -11,7 +11,7 @@ import torch
 from wsync import topology as topology_module
 from wsync.errors import UnsupportedError
 from wsync.registry import transports
-from wsync.topology import Endpoint, Topology, choose, local_endpoint
+from wsync.topology import CPU, Endpoint, Topology, choose, local_endpoint
 from wsync.transports.inproc import InprocTransport
 from wsync.transports.shm import ShmTransport
 
@@ -39,7 +39,9 @@ class Willing:
     def refuse(self, topology: Topology) -> str | None:
         return None
 
-    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> Any:
+    def sender(
+        self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
+    ) -> Any:
         raise NotImplementedError
 
     def receiver(self, ticket: object, index: int, deadline: object) -> Any:

@@ -18,7 +18,7 @@ from wsync.deadline import Deadline
 from wsync.errors import TransportError
 from wsync.plan import Bucket, Plan, TensorMeta
 from wsync.protocols import Receiver, Sender, Ticket, Transport
-from wsync.topology import Topology
+from wsync.topology import CPU, Topology
 
 POISON = 0xFF
 WORD_BYTES = 8
@@ -59,10 +59,12 @@ class ChaosTransport:
         """As the inner transport."""
         return self._inner.refuse(topology)
 
-    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> Sender:
+    def sender(
+        self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
+    ) -> Sender:
         """The inner sender, going wrong if the fault is on this side."""
         inner = self._inner.sender(
-            slot_bytes=slot_bytes, num_slots=num_slots, receivers=receivers, generation=generation
+            slot_bytes=slot_bytes, num_slots=num_slots, receivers=receivers, generation=generation, device=device
         )
         return _ChaosSender(inner, self._fault) if self._fault.side == "sender" else inner
 

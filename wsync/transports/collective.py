@@ -21,7 +21,7 @@ import torch.distributed as dist
 from wsync.deadline import Deadline
 from wsync.errors import PeerError, TransportError
 from wsync.protocols import Ticket
-from wsync.topology import Topology
+from wsync.topology import CPU, Topology
 from wsync.transports.collective_group import Broadcast, gloo_broadcast, join_store
 from wsync.transports.collective_receiver import CollectiveReceiver, ReceivingEnd
 from wsync.transports.collective_sender import CollectiveSender, SendingEnd
@@ -60,7 +60,9 @@ class CollectiveTransport:
                 )
         return None
 
-    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> CollectiveSender:
+    def sender(
+        self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
+    ) -> CollectiveSender:
         """See `wsync.Transport`."""
         slots = _allocate(slot_bytes, num_slots)
         sock = listen_at(f"[{self.host}]:0")

@@ -14,7 +14,7 @@ import torch
 from wsync.deadline import Deadline
 from wsync.errors import PeerError, ProtocolError
 from wsync.protocols import Ticket
-from wsync.topology import Topology
+from wsync.topology import CPU, Topology
 from wsync.transports.device_memory import HANDLE_BYTES, allocate, device_of, open_exported
 from wsync.transports.listener import Listener, Welcome, connect, listen_here
 from wsync.transports.ring import Ring
@@ -83,9 +83,10 @@ class CudaIpcTransport:
                 return f"the trainer's weights are on {sender.device}, a worker's on {worker.device}"
         return None
 
-    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> SlotSender:
-        """See `wsync.Transport`. The slots are on the current device."""
-        device = torch.device("cuda", torch.cuda.current_device())
+    def sender(
+        self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
+    ) -> SlotSender:
+        """See `wsync.Transport`."""
         handle, slots = allocate(device, slot_bytes, num_slots)
         with torch.cuda.device(device):
             memory = _Written(slots, device)

@@ -20,7 +20,7 @@ from wsync.deadline import Deadline
 from wsync.errors import ClosedError, PeerError, ProtocolError, TransportError
 from wsync.plan import Bucket, Plan
 from wsync.protocols import Ticket
-from wsync.topology import Topology
+from wsync.topology import CPU, Topology
 from wsync.transports.ring import Ring, check_order, failed, failure_of
 from wsync.views import Views
 
@@ -88,7 +88,7 @@ class InprocSender:
 
     by_reference = True
 
-    def __init__(self, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> None:
+    def __init__(self, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device) -> None:
         # Made when first acquired: a session that hands everything over never pays for them.
         self._slots: list[torch.Tensor] = []
         ticket = Ticket(
@@ -98,7 +98,7 @@ class InprocSender:
             generation=generation,
         )
         self._channel = _Channel(ticket, Ring(slot_bytes, num_slots, receivers), slot_bytes)
-        self._receivers = receivers
+        self._receivers, self._device = receivers, device
         self._close = weakref.finalize(self, self._channel.end, self._slots)
         _channels[ticket.address] = self._channel
 
@@ -131,7 +131,7 @@ class InprocSender:
             slot, count = self._channel.ring.acquire()
             self._wait(count, range(self._receivers), deadline)
             if slot == len(self._slots):
-                self._slots.append(_allocate(self._channel.slot_bytes))
+                self._slots.append(_allocate(self._channel.slot_bytes, self._device))
             self._channel.ring.acquired()
             return self._slots[slot]
 
@@ -197,11 +197,13 @@ def _queued(memories: Sequence[torch.Tensor]) -> Sequence[tuple[torch.device, to
     return events
 
 
-def _allocate(nbytes: int) -> torch.Tensor:
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
     try:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
-        raise TransportError(f"cannot allocate a slot of {nbytes} bytes: {error}; lower bucket_bytes") from error
+        raise TransportError(
+            f"cannot allocate a slot of {nbytes} bytes on {device}: {error}; lower bucket_bytes"
+        ) from error
 
 
 class InprocReceiver:
@@ -267,9 +269,11 @@ class InprocTransport:
         elsewhere = [str(worker) for worker in topology.receivers if worker.process != topology.sender.process]
         return f"the trainer is {topology.sender}, a worker is {elsewhere[0]}: not one process" if elsewhere else None
 
-    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> InprocSender:
+    def sender(
+        self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
+    ) -> InprocSender:
         """See `wsync.Transport`."""
-        return InprocSender(slot_bytes, num_slots, receivers, generation)
+        return InprocSender(slot_bytes, num_slots, receivers, generation, device)
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> InprocReceiver:
         """See `wsync.Transport`. Never waits."""

@@ -3,10 +3,12 @@
 import os
 import sys
 
+import torch
+
 from wsync.deadline import Deadline
 from wsync.errors import PeerError
 from wsync.protocols import Ticket
-from wsync.topology import Topology
+from wsync.topology import CPU, Topology
 from wsync.transports.listener import Listener, Welcome, connect, listen_here
 from wsync.transports.memfd import create_slots, open_slots
 from wsync.transports.ring import Ring
@@ -35,7 +37,9 @@ class ShmTransport:
                 return f"a worker is {worker}: its weights are not in host memory"
         return None
 
-    def sender(self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int) -> SlotSender:
+    def sender(
+        self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
+    ) -> SlotSender:
         """See `wsync.Transport`."""
         fd, slots = create_slots(slot_bytes, num_slots)
         try:
