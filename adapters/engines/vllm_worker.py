@@ -25,6 +25,7 @@ from wsync.errors import EngineStateError, first_five
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
 from wsync.topology import Endpoint, local_endpoint
+from wsync.walk import named_modules, named_tensors
 from wsync.worker import Worker
 
 EXTENSION = "wsync.adapters.engines.vllm_worker.WorkerExtension"
@@ -101,14 +102,13 @@ class VLLMLoader:
         """Parameters and buffers by vLLM's names, tied ones once; stand-ins where vLLM repacked the weights."""
         if (stand_ins := self._rehearsal()) is not None:
             return stand_ins.targets
-        model = self._model()
-        return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        return {name: tensor.detach() for name, tensor, _ in named_tensors(self._model())}
 
     def required(self) -> Sequence[str]:
         """Every parameter."""
         if (stand_ins := self._rehearsal()) is not None:
             return stand_ins.required
-        return [name for name, _ in self._model().named_parameters()]
+        return [name for name, _, is_parameter in named_tensors(self._model()) if is_parameter]
 
     def accepts(self, name: str) -> bool:
         """No: vLLM makes the buffers that no checkpoint has by itself."""
@@ -215,7 +215,7 @@ class VLLMLoader:
 
 
 def _addresses(model: torch.nn.Module) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    return {name: tensor.data_ptr() for name, tensor, is_parameter in named_tensors(model) if is_parameter}
 
 
 def _process_attention(model: torch.nn.Module, model_config: Any) -> None:
@@ -228,7 +228,7 @@ def _process_attention(model: torch.nn.Module, model_config: Any) -> None:
     # vLLM 0.26 has the list of classes instead of the question.
     ask = getattr(attention, "is_deferred_attention_layer", None)
     kinds = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)
-    for layer in model.modules():
+    for _, layer in named_modules(model):
         if ask(layer) if ask is not None else isinstance(layer, kinds):
             process = getattr(layer, "process_weights_after_loading", None)
             if process is not None:
