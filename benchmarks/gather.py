@@ -1,7 +1,7 @@
 """What each trainer rank runs to compare wsync with the per-parameter loops. Times go back to the test."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,10 +16,10 @@ from benchmarks.baselines.full_tensor_loops import cast_then_gather, gather_then
 from benchmarks.measure import Way
 from benchmarks.models import Equal
 from wsync.adapters.engines.hf import HFEngine
-from wsync.adapters.trainers.fsdp import FSDPProducer
 from wsync.deadline import Deadline
 from wsync.group import Group
 from wsync.plan import Plan, TensorSpec
+from wsync.registry import producer_for
 from wsync.testing.ranks import Rank
 
 TIMEOUT_S = 300.0
@@ -32,7 +32,7 @@ SYNC = "sync"
 def take(
     me: Rank, count: int, nbytes: int, senders: Sequence[int], rounds: int
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]:
-    """Seconds on this rank: of both loops, `rounds` + 1 times, and of wsync's ways, `rounds` times in between.
+    """`compare` wsync with both loops over FSDP2.
 
     Args:
         me: this rank.
@@ -48,7 +48,29 @@ def take(
         FULL_TENSOR: lambda: gather_then_cast(parameters, torch.bfloat16),
         CAST_FIRST: lambda: cast_then_gather(parameters, torch.bfloat16),
     }
-    with _whole_sync(me, actor, count, nbytes, senders) as sync:
+    model = Equal(count, nbytes).bfloat16() if me.rank in senders else None
+    return compare(me, actor, loops, model, senders, rounds)
+
+
+def compare(
+    me: Rank,
+    actor: nn.Module,
+    loops: Mapping[str, Way],
+    model: nn.Module | None,
+    senders: Sequence[int],
+    rounds: int,
+) -> tuple[dict[str, tuple[float, ...]], dict[str, tuple[float, ...]]]:
+    """Seconds on this rank: of the loops, `rounds` + 1 times, and of wsync's ways, `rounds` times in between.
+
+    Args:
+        me: this rank.
+        actor: what is trained; everything travels in bf16.
+        loops: what trainers do today.
+        model: the engine's, in bf16, if this rank is a sender.
+        senders: ranks that want everything in a slot of theirs.
+        rounds: samples of each way.
+    """
+    with _whole_sync(actor, model) as sync:
         ways = {GATHER: _gather(me, actor, senders), SYNC: sync}
         for way in (*loops.values(), *ways.values()):
             _seconds(way)
@@ -73,16 +95,15 @@ def _seconds(way: Way) -> float:
 
 
 @contextmanager
-def _whole_sync(me: Rank, actor: nn.Module, count: int, nbytes: int, senders: Sequence[int]) -> Iterator[Way]:
+def _whole_sync(actor: nn.Module, model: nn.Module | None) -> Iterator[Way]:
     """Everything that a user waits for, into an engine in the process of each sender."""
-    model = Equal(count, nbytes).bfloat16() if me.rank in senders else None
     with wsync.connect(actor, HFEngine(model) if model is not None else None) as session:
         yield session.sync
 
 
 def _gather(me: Rank, actor: nn.Module, senders: Sequence[int]) -> Way:
     """Shards into the slots of the senders, with the go/stop before each bucket: what the loops do, and no engine."""
-    producer = FSDPProducer(actor)
+    producer = producer_for(actor)
     specs: list[Sequence[TensorSpec]] = [()] * me.world_size
     dist.all_gather_object(specs, list(producer.metadata()))
     plan = Plan.pack(

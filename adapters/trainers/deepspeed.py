@@ -7,7 +7,6 @@ end, in `ds_tensor`, whatever the parameter itself shows at the moment. These ru
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,17 +75,17 @@ class DeepSpeedProducer(ShardedProducer):
 
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         _check_modules(module)
-        found = held_tensors(module)
-        partitioned = {name: item for name, item in found.items() if hasattr(item.tensor, "ds_id")}
-        problems = list(_problems({name: item.tensor for name, item in partitioned.items()}))
+        found: dict[str, Held] = held_tensors(module)
+        partitioned: dict[str, Any] = {n: item.tensor for n, item in found.items() if hasattr(item.tensor, "ds_id")}
+        problems = list(_problems(partitioned))
         if problems:
             raise UnsupportedError(
                 f"{len(problems)} parameters partitioned by DeepSpeed cannot be exported now: {first_five(problems)}"
             )
         # Tied parameters are one object, and must stay one.
-        runs = {id(item.tensor): _run(item) for item in partitioned.values()}
-        self._partitions = Counter(_partition_of(item.tensor)[1] for item in partitioned.values())
-        return found | {name: runs[id(item.tensor)] for name, item in partitioned.items()}
+        runs = {id(parameter): _run(parameter) for parameter in partitioned.values()}
+        self._partitions = Counter(parameter.ds_zero_partition_world_size for parameter in partitioned.values())
+        return found | {name: runs[id(parameter)] for name, parameter in partitioned.items()}
 
 
 def _deepspeed_class(obj: object) -> type | None:
@@ -126,10 +125,9 @@ def _check_modules(module: nn.Module) -> None:
         raise UnsupportedError(f"{first_five(refused)}. Their tensors are not those of the checkpoint. {SUPPORTED}")
 
 
-def _problems(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def _problems(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Why a partitioned parameter cannot be exported, one sentence each."""
-    library = sys.modules["deepspeed"]
-    version = getattr(library, "__version__", "of unknown version")
+    version = getattr(sys.modules["deepspeed"], "__version__", "of unknown version")
     depth = getattr(sys.modules["deepspeed.runtime.zero.partition_parameters"], _GATHERED_DEPTH, None)
     for name, parameter in parameters.items():
         missing = [attribute for attribute in _PARTITION if getattr(parameter, attribute, None) is None]
@@ -139,7 +137,7 @@ def _problems(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
                 f"wsync was tested with {_TESTED}"
             )
             continue
-        part: Any = parameter.ds_tensor  # type: ignore[attr-defined]
+        part = parameter.ds_tensor
         if part.final_location == "nvme":
             yield f"{name} is offloaded to NVMe; offload parameters to the CPU instead"
         elif hasattr(part, "ds_quant_scale"):
@@ -151,16 +149,10 @@ def _problems(parameters: Mapping[str, torch.Tensor]) -> Iterator[str]:
             )
 
 
-def _partition_of(parameter: torch.Tensor) -> tuple[int, int]:
-    """Which partition this rank holds, and of how many."""
-    zero: Any = parameter
-    return zero.ds_zero_partition_rank, zero.ds_zero_partition_world_size
-
-
-def _run(item: Held) -> Held:
+def _run(parameter: torch.Tensor) -> Held:
     """This rank's part of a ZeRO-3 parameter, without the padding."""
-    zero: Any = item.tensor
-    rank, _ = _partition_of(zero)
-    start = min(rank * zero.ds_tensor.ds_numel, zero.ds_numel)
-    count = min(zero.ds_tensor.ds_numel, zero.ds_numel - start)
-    return replace(item, tensor=zero.ds_tensor.detach().view(-1)[:count], shape=tuple(zero.ds_shape), start=start)
+    zero: Any = parameter
+    part, numel = zero.ds_tensor, zero.ds_numel
+    start = min(zero.ds_zero_partition_rank * part.ds_numel, numel)
+    run = part.detach().view(-1)[: min(part.ds_numel, numel - start)]
+    return Held(tensor=run, shape=tuple(zero.ds_shape), optional=False, start=start)

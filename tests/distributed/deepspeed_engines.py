@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.distributed.flat_steps import Trainer
 from tests.distributed.sharded_models import llama, moe
 from wsync.testing.ranks import Rank
 
@@ -46,16 +47,14 @@ class Kind:
 KINDS: dict[str, Kind] = {
     "zero0": Kind(stage=0),
     "zero1 bf16": Kind(stage=1, dtype=torch.bfloat16),
-    "zero2": Kind(stage=2, model=lambda: llama(tied=True)),
+    "zero2 tied": Kind(stage=2, model=lambda: llama(tied=True)),
     "zero3": Kind(stage=3),
-    "zero3 bf16": Kind(stage=3, dtype=torch.bfloat16),
-    "zero3 tied": Kind(stage=3, model=lambda: llama(tied=True)),
-    "zero3 moe": Kind(stage=3, model=moe),
-    "zero3 frozen": Kind(stage=3, frozen=True),
-    "zero3 partitioned by initialize": Kind(stage=3, partition_at_birth=False),
-    "zero3 nothing persists": Kind(stage=3, zero={"stage3_param_persistence_threshold": 0}),
+    "zero3 bf16 tied": Kind(stage=3, dtype=torch.bfloat16, model=lambda: llama(tied=True)),
+    "zero3 moe nothing persists": Kind(stage=3, model=moe, zero={"stage3_param_persistence_threshold": 0}),
+    "zero3 offloaded frozen partitioned by initialize": Kind(
+        stage=3, frozen=True, partition_at_birth=False, zero={"offload_param": {"device": "cpu"}}
+    ),
     "zero3 all persists": Kind(stage=3, zero={"stage3_param_persistence_threshold": 1 << 20}),
-    "zero3 offloaded": Kind(stage=3, zero={"offload_param": {"device": "cpu"}}),
     "zero3 hpz": Kind(stage=3, zero={"zero_hpz_partition_size": 2}),
 }
 
@@ -66,6 +65,10 @@ def deepspeed_on(me: Rank) -> Any:
     deepspeed = import_module("deepspeed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
+
+
+def trainer(me: Rank, kind: Kind) -> Trainer:
+    return Trainer(actor=start(me, kind), step=train_step, full=full_tensors, dtype=kind.dtype)
 
 
 def start(me: Rank, kind: Kind) -> Any:
