@@ -54,6 +54,8 @@ class Gate:
         Raises `SyncTimeout`, or `EngineStateError` after `cancel`; then the gate is still shut.
         """
         with self._changed:
+            if self._holder is not holder:
+                raise EngineStateError("the gate is not shut; shut it before holding it")
             self._limit = max(uses, self._entered)
             self._changed.notify_all()
             while self._inside or self._entered < self._limit:

@@ -18,6 +18,7 @@ from wsync.plan import Plan, TensorSpec
 from wsync.protocols import Loaded, Manifest, Ticket
 from wsync.served import ticket_for
 from wsync.topology import Endpoint
+from wsync.transports.dial import address_parts
 from wsync.transports.listener import connect
 from wsync.wire import MAX_FRAME_BYTES
 
@@ -53,6 +54,8 @@ class RemoteEngine:
         """
         if not addresses:
             raise ConfigError("RemoteEngine needs the address of an engine, as wsync.serve says it")
+        for address in addresses:
+            address_parts(address)
         self._addresses = addresses
         self._ticket = ticket_for(secret)
         self._timeout_s = timeout_s
