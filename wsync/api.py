@@ -34,8 +34,8 @@ def sync(actor: object, engine: object, *, config: SyncConfig | None = None, ver
     collected or another `config` is passed.
 
     Args:
-        actor: a module (plain, DDP, FSDP2, with LoRA adapters), the folder of a safetensors checkpoint, or an object
-            that meets `wsync.Producer`.
+        actor: a module (plain, DDP, FSDP1, FSDP2, with LoRA adapters), a DeepSpeed engine, the folder of a safetensors
+            checkpoint, or an object that meets `wsync.Producer`.
         engine: a `vllm.LLM`, a Hugging Face model, an object that meets `wsync.Engine`, a list of these, or None on
             ranks that own no engine.
         config: settings, the same on every rank; default `SyncConfig()`.
@@ -87,7 +87,7 @@ def connect(
 
 def _connect(actor: object, engine: object, config: SyncConfig, group: Group) -> Session:
     try:
-        producer = registry.producer_for(actor)
+        producer = registry.producer_for(actor, config.lora)
         engines = [registry.engine_for(one) for one in _as_list(engine)]
         if len({id(one) for one in engines}) != len(engines):
             raise ConfigError("the same engine was passed twice")
