@@ -36,7 +36,8 @@ SUPPORTED_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22"
 
 _HOW_TO_GET_A_WORKER = (
     f'install wsync in the environment of the engine (pip install "wsync-rl[sglang]") and start it again, so that '
-    f'SGLang finds wsync\'s plugin; or pass custom_weight_loader=["{CUSTOM_LOADER}"] to sglang.Engine'
+    f"SGLang finds wsync's plugin (SGLANG_PLUGINS, if set, must name wsync); or pass "
+    f'custom_weight_loader=["{CUSTOM_LOADER}"] to sglang.Engine'
 )
 
 # An engine lives as long as its sglang.Engine: what one session left behind, torn say, must be known to the next one.
@@ -207,7 +208,8 @@ class SGLangEngine(WorkerEngine):
                 try:
                     engine.collective_rpc(METHOD, address=address)
                 except Exception as error:
-                    raise PeerError(f"{self.name} could not call its workers: {error}") from error
+                    cure = f"; {_HOW_TO_GET_A_WORKER}" if f"no attribute '{METHOD}'" in str(error) else ""
+                    raise PeerError(f"{self.name} could not call its workers: {error}{cure}") from error
 
             return ring
 

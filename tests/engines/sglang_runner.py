@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 STUBS = Path(__file__).parents[1] / "stubs"
-TIMEOUT_S = 400.0
+TIMEOUT_S = 500.0
 
 
 def run(command: Sequence[object], log: Path, *, tp: int = 1, plugin: bool = True) -> str:
