@@ -1,6 +1,7 @@
 """Connect: trainer ranks and engines compare what they have, and agree on one plan before a byte is moved."""
 
 import uuid
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -40,7 +41,7 @@ class Agreement:
     """The transport of each of this rank's engines."""
 
     spread: frozenset[str]
-    """Replicas whose workers belong to engines of several ranks."""
+    """Replicas whose workers belong to several engines, of one rank or of several."""
 
     token: str
     """The same on every rank, and in no other session."""
@@ -71,7 +72,15 @@ def connect_ranks(
     engines_by_rank = _check_greetings(greetings)
     specs = merge_specs([greeting["specs"] for greeting in greetings])
     replicas, spread = _describe_all(specs, engines, group, config)
-    wanted = negotiate(specs, replicas, config.dtype)
+    try:
+        wanted = negotiate(specs, replicas, config.dtype)
+    except MismatchError as error:
+        if config.lora != "adapter":
+            raise
+        raise MismatchError(
+            f"{error}. These are the tensors of an adapter alone, for an engine that has an adapter of the same shape "
+            f"on the same base weights; lora='merged' suits every other engine"
+        ) from error
     if config.verify == "digest":
         wanted = tuple(replace(spec, word_bytes=word_bytes(spec)) for spec in wanted)
     plan = Plan.pack(wanted, config.bucket_bytes)
@@ -94,7 +103,7 @@ def connect_ranks(
 def _describe_all(
     specs: Sequence[TensorSpec], engines: Sequence[Engine], group: Group, config: SyncConfig
 ) -> tuple[Mapping[str, Sequence[Manifest]], frozenset[str]]:
-    """The manifests of every replica, and the replicas that are spread over several ranks."""
+    """The manifests of every replica, and the replicas whose parts are several engines of this session."""
     offered = tuple(replace(spec, owners=()) for spec in specs)
 
     def manifests() -> Sequence[tuple[str, Sequence[Manifest]]]:
@@ -103,12 +112,12 @@ def _describe_all(
 
     answers = group.gather("describe", manifests, Deadline.beyond(config.timeout_s))
     replicas: dict[str, list[Manifest]] = {}
-    ranks: dict[str, set[int]] = {}
-    for rank, answer in enumerate(answers):
+    parts: Counter[str] = Counter()
+    for answer in answers:
         for replica, described in cast("Sequence[tuple[str, Sequence[Manifest]]]", answer):
             replicas.setdefault(replica, []).extend(described)
-            ranks.setdefault(replica, set()).add(rank)
-    return replicas, frozenset(replica for replica, holders in ranks.items() if len(holders) > 1)
+            parts[replica] += 1
+    return replicas, frozenset(replica for replica, count in parts.items() if count > 1)
 
 
 def merge_specs(by_rank: Sequence[Sequence[TensorSpec]]) -> tuple[TensorSpec, ...]:

@@ -1,14 +1,20 @@
 """A trainer world and an engine world, started apart: same bits and tokens, and how each hears that the other died."""
 
+import json
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import _world
 
 import wsync
@@ -22,11 +28,16 @@ from tests.distributed.worlds import (
     timed_error,
     tokens_of,
 )
+from tests.engines.vllm_runner import run_program
 from wsync.adapters.trainers.sharded import ShardedProducer
+from wsync.background import Background
+from wsync.deadline import Deadline
 from wsync.testing.actors import Actor
-from wsync.testing.ranks import Rank, run_ranks
+from wsync.testing.ranks import LOOPBACK, Rank, run_ranks
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
+PROGRAM = "tests.distributed.worlds_program"
+ROLES = ("engines", "trainer")
 AT_ONCE_S = 2.0
 """Far below every deadline in these tests."""
 
@@ -85,6 +96,27 @@ def test_three_syncs_are_equal_in_bits_and_tokens(transport: str, spread: bool) 
             assert tokens == expected
 
 
+@pytest.mark.slow
+def test_two_torchrun_worlds(tmp_path: Path) -> None:
+    """Launched apart, each with its own agent, store and default group."""
+    listener = socket.create_server((LOOPBACK, 0))
+    port = int(listener.getsockname()[1])
+    patience = timedelta(seconds=200)
+    board = TCPStore(LOOPBACK, port, None, True, patience, False, master_listen_fd=listener.detach())
+    worlds = [
+        Background(role, partial(run_program, PROGRAM, [role, tmp_path, port], tmp_path / f"{role}.txt", ranks=2))
+        for role in ROLES
+    ]
+    for world in worlds:
+        world.result(Deadline.after(400))
+    del board
+    found = {(role, rank): json.loads((tmp_path / f"{role} {rank}").read_text()) for role in ROLES for rank in range(2)}
+    first = found["trainer", 0]
+    assert first[-1] == 2
+    assert len({str(tokens) for tokens in first[:3]}) > 1, "three sets of weights gave the same tokens"
+    assert all(each == first for each in found.values())
+
+
 @contextmanager
 def at_bucket(index: int, act: Callable[[], None]) -> Iterator[None]:
     """Call `act` on this rank when it stages bucket `index`."""
@@ -118,7 +150,7 @@ def engine_is_killed(me: Rank, addresses: Sequence[str], pid: int, transport: st
     return heard
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
 def test_a_killed_engine_is_heard_at_once_and_its_successor_is_synced(transport: str) -> None:
     with engines(1) as ((actor,), addresses):
         owner, other = run_ranks(engine_is_killed, 2, addresses, actor.pid, transport, timeout_s=TIMEOUT_S)
@@ -150,7 +182,7 @@ def rank_is_killed(me: Rank, addresses: Sequence[str], transport: str, victim: i
         )
 
 
-@pytest.mark.parametrize("transport", ["gloo", "shm"])
+@pytest.mark.parametrize("transport", ["gloo", pytest.param("shm", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("victim", "bucket"), [(0, 2), (1, 2), (1, -1)])
 def test_a_killed_trainer_rank_is_heard_at_once_and_the_next_trainer_heals(
     transport: str, victim: int, bucket: int
