@@ -20,6 +20,10 @@ from wsync.config import MIB
 ROUNDS = 7
 TARGET = 0.6
 DEFAULTS = wsync.SyncConfig()
+AS_LARGE_IN_FOUR = (128, 4)
+"""As much memory as the default, 2 slots of 256 MiB. With four, neither side waits for each step of the other."""
+
+SIZES = [(256, 2), AS_LARGE_IN_FOUR, (256, 3), (64, 2), (64, 4), (16, 4), (8, 2), (2, 2)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +85,10 @@ TO_BF16 = pytest.mark.parametrize("pair", [torch.bfloat16], indirect=True, ids=[
 
 
 @TO_FP32
-def test_defaults(pair: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None]) -> None:
-    keep(pair.measure(benchmark, DEFAULTS, TARGET))
-
-
-@TO_FP32
-@pytest.mark.parametrize("mib", [2, 4, 8, 16, 32, 64, 256])
-@pytest.mark.parametrize("num_slots", [2, 3, 4])
+@pytest.mark.parametrize(("mib", "num_slots"), SIZES)
 def test_sizes(pair: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None], mib: int, num_slots: int) -> None:
-    keep(pair.measure(benchmark, wsync.SyncConfig(bucket_bytes=mib * MIB, num_slots=num_slots), None))
+    config = wsync.SyncConfig(bucket_bytes=mib * MIB, num_slots=num_slots)
+    keep(pair.measure(benchmark, config, TARGET if (mib, num_slots) == AS_LARGE_IN_FOUR else None))
 
 
 @TO_BF16
