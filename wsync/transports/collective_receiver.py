@@ -131,8 +131,8 @@ class CollectiveReceiver:
             while end.moved <= end.released:
                 if end.closed:
                     raise ClosedError("this receiver was closed")
-                if end.refused is not None:
-                    raise end.refused
+                if end.refused is not None and end.released == end.agreed:
+                    raise end.refused  # what came before it has been read
                 if end.gone:
                     raise PeerError(end.gone)
                 if end.broken:
