@@ -5,7 +5,7 @@ contiguous 1/N. So a rank has of each original parameter one run of the flattene
 public way to read that off; its own metadata are used, and missed by name if a version of torch has them no more.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from torch.distributed.tensor import DTensor
 from wsync.adapters.trainers.names import Held, modules_by_prefix, own_tensors
 from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.errors import UnsupportedError, first_five
+from wsync.group import Group
+from wsync.plan import Plan
 
 _HANDLE = ("flat_param", "_training_state", "_use_orig_params")
 _FLAT = (
@@ -42,6 +44,13 @@ class FSDP1Producer(ShardedProducer):
     def matches(obj: object) -> bool:
         """Whether `obj` is a module with FSDP1 modules in it."""
         return isinstance(obj, nn.Module) and any(isinstance(m, FullyShardedDataParallel) for m in obj.modules())
+
+    def prepare(self, plan: Plan, senders: Sequence[int], group: Group) -> None:
+        """See `wsync.Producer`."""
+        super().prepare(plan, senders, group)
+        # Mixed precision casts buffers at the first forward. Most of them are not sent, and may then change.
+        sent = {self._parents[spec.name] for spec in plan.specs}
+        self._layouts = {name: layout for name, layout in self._layouts.items() if name in sent}
 
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         places: _Places = {}
