@@ -84,6 +84,7 @@ def connect_ranks(
     if config.verify == "digest":
         wanted = tuple(replace(spec, word_bytes=word_bytes(spec)) for spec in wanted)
     plan = Plan.pack(wanted, config.bucket_bytes)
+    taken = {spec.name for spec in wanted}
     senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
     patience = Deadline.beyond(config.timeout_s)
     choices = group.local("choose a transport", lambda: _choose_all(producer, engines, transports, config), patience)
@@ -93,7 +94,7 @@ def connect_ranks(
         senders=senders,
         engines=tuple(f"{name} on rank {rank}" for rank, names in enumerate(engines_by_rank) for name in names),
         manifests=tuple(manifest for manifests in replicas.values() for manifest in manifests),
-        left_out=tuple(spec.name for spec in specs if spec.name not in {w.name for w in wanted}),
+        left_out=tuple(spec.name for spec in specs if spec.name not in taken),
         choices=tuple(choices),
         spread=spread,
         token=greetings[0]["token"],

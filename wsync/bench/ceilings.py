@@ -49,13 +49,13 @@ def cast_way(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Way:
     return _on_one_thread(lambda: torch._foreach_copy_(parts, flat))
 
 
-def two_copies_way(tensors: Sequence[torch.Tensor], dtype: torch.dtype, slot_bytes: int) -> Way:
-    """Each of `tensors` (contiguous) into a slot, with the cast to `dtype`, and from there to where it stays.
+def two_copies_way(tensors: Sequence[torch.Tensor], target: torch.Tensor, slot_bytes: int) -> Way:
+    """Each of `tensors` (contiguous) into a slot, with the cast to the target's dtype, and from there to `target`.
 
-    Takes the memory of the result and of one slot, which is used again once it is full.
+    `target` is 1-D and takes them one after the other. The slot, of memory of its own, is used again once it is full.
     """
     sizes = [tensor.numel() for tensor in tensors]
-    target = torch.ones(sum(sizes), dtype=dtype)
+    dtype = target.dtype
     parts = torch.split(target, sizes)
     flat = [tensor.detach().view(-1) for tensor in tensors]
     slot = torch.ones(max(max(sizes), min(sum(sizes), slot_bytes // dtype.itemsize)), dtype=dtype)

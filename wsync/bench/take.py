@@ -13,6 +13,7 @@ import torch.distributed as dist
 import wsync
 from wsync import registry
 from wsync.bench.actors import Trained, start
+from wsync.bench.cases import numel_of
 from wsync.bench.ceilings import MEMCPY_EACH, TWO_COPIES, cast_way, memcpy_ways, two_copies_way
 from wsync.bench.host import Neighbour
 from wsync.bench.job import LINK, Job, Taken
@@ -74,7 +75,8 @@ def _ceilings(trained: Trained, receiver: Receiver, job: Job) -> dict[str, Way]:
     one_pass = memcpy_ways(whole)[MEMCPY_EACH] if same else cast_way(whole, job.dtype)
     found: dict[str, Way] = {job.one_pass: one_pass}
     if isinstance(receiver, Neighbour):
-        found[TWO_COPIES] = two_copies_way(whole, job.dtype, job.bucket_bytes)
+        target = torch.ones(numel_of(job.shapes), dtype=job.dtype)
+        found[TWO_COPIES] = two_copies_way(whole, target, job.bucket_bytes)
     if job.floor == LINK and isinstance(receiver, Neighbour):
         full, rest = divmod(job.nbytes, job.bucket_bytes)
         piece = torch.randint(256, (min(job.nbytes, job.bucket_bytes),), dtype=torch.uint8)
