@@ -1,9 +1,12 @@
 """The control channel of a served engine: who is let in, what is refused, and what is left when a trainer goes."""
 
 import itertools
+import os
+import signal
 import socket
 import struct
 import threading
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
@@ -273,3 +276,34 @@ def test_a_deadline_on_this_side_is_kept(engine: FakeEngine, served: Served) -> 
         engine.hold.set()
         remote.abort("a", "too slow", soon())
         remote.resume()
+
+
+def test_a_child_that_was_forked_does_not_keep_the_connection(engine: FakeEngine, served: Served) -> None:
+    """A trainer's data loader may outlive it: the engine must hear of the death all the same."""
+    engine.hold.clear()
+    ours, theirs = socket.socketpair()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what trainers do
+        trainer = os.fork()
+    if not trainer:
+        remote = reach(served)
+        remote.pause("wait", soon())
+        remote.begin(1, "a", soon(), digest=False)
+        loader = os.fork()
+        if not loader:
+            theirs.recv(1)
+            os._exit(0)
+        theirs.sendall(struct.pack("!I", loader))
+        signal.pause()
+    (loader,) = struct.unpack("!I", ours.recv(4))
+    try:
+        os.kill(trainer, signal.SIGKILL)
+        os.waitpid(trainer, 0)
+        engine.hold.set()
+        with reach(served) as other:
+            other.pause("wait", soon())
+            other.resume()
+    finally:
+        os.kill(loader, signal.SIGKILL)
+        ours.close()
+        theirs.close()

@@ -1,7 +1,8 @@
 """A connected socket to another process: Unix on one host, TCP between hosts. Linux only.
 
 A peer that dies is heard through its socket, and on one host through a pidfd where a forked child still holds that
-socket open. A host that vanishes is missed by TCP itself, after about `_VANISHED_S` seconds.
+socket open. Over TCP a forked child closes it at once. A host that vanishes is missed by TCP itself, after about
+`_VANISHED_S` seconds.
 """
 
 import math
@@ -10,8 +11,10 @@ import select
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import cache
 
 from wsync.deadline import Deadline
 from wsync.errors import PeerError, ProtocolError
@@ -22,6 +25,9 @@ MAX_BYTES = 1 << 20
 
 _VANISHED_S = 15
 _PROBES = 3
+_own: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
+"""TCP sockets of links of this process."""
+
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
 
@@ -42,6 +48,7 @@ class Link:
             self.peer = f"{peer} (pid {pid})"
         else:
             self.peer = f"{peer} at {_keep_alive(sock, peer)}"
+            _not_for_children(sock)
         self._sock = sock
         self._reader = FrameReader(sock, max_bytes, peer=self.peer)
         self._sending = threading.Lock()
@@ -135,6 +142,22 @@ def _keep_alive(sock: socket.socket, peer: str) -> str:
         return address_of(sock.getpeername())
     except OSError as error:
         raise PeerError(f"lost the connection to {peer}: {error.strerror or error}") from error
+
+
+def _not_for_children(sock: socket.socket) -> None:
+    """A child that is forked later closes its copy: else the peer would hear of this process's death from it only."""
+    _register()
+    _own.add(sock)
+
+
+@cache
+def _register() -> None:
+    os.register_at_fork(after_in_child=_close_copies)
+
+
+def _close_copies() -> None:
+    for sock in list(_own):
+        sock.close()
 
 
 def _open_pidfd(pid: int) -> int | None:
