@@ -1,6 +1,7 @@
 """One trainer and its engines, connected: the loop that every sync runs through.
 
     all ranks    begin: who is here, which version, which attempt
+    all ranks    look the parameters up
     owners       pause the engine, start its workers
     all ranks    per bucket: acquire slot, stage | go/stop | fill, commit
     owners       drain, join the workers, compare digests
@@ -189,11 +190,11 @@ class Session:
 
     def _transfer(self, version: int, attempt: str, watch: Stopwatch) -> float:
         group, producer = self._group, self._producer
+        with watch.stage("open"):
+            group.local("open", producer.open, self._patience())
         paused = Stopwatch()
         with watch.stage("pause"):
             group.local("pause", lambda: self._start_engines(version, attempt), self._patience())
-        with watch.stage("open"):
-            group.local("open", producer.open, self._patience())
         error: BaseException | None = None
         for bucket in self._agreement.plan.buckets:
             error = self._send(bucket, error, watch)
