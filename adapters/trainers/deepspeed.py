@@ -35,6 +35,7 @@ _REFUSED_MODULES = {
 }
 """Where a class is defined -> what its parameters are, if they are not the tensors of the checkpoint."""
 
+_ENGINE = ("module", "pipeline_parallelism", "has_moe_layers", "autotp_size", "mp_world_size", "is_deepcompile_active")
 _PARTITION = ("ds_shape", "ds_numel", "ds_zero_partition_rank", "ds_zero_partition_world_size", "ds_tensor")
 _GATHERED_DEPTH = "DS_Z3_GATHERED_PARAM_CONTEXT_DEPTH_ATTR"
 
@@ -88,6 +89,10 @@ class DeepSpeedProducer(ShardedProducer):
         return found | {name: runs[id(parameter)] for name, parameter in partitioned.items()}
 
 
+def _version() -> str:
+    return str(getattr(sys.modules["deepspeed"], "__version__", "of unknown version"))
+
+
 def _deepspeed_class(obj: object) -> type | None:
     """The class of DeepSpeed's own that `obj` is of, or that its class was derived from."""
     return next((kind for kind in type(obj).__mro__ if kind.__module__.startswith("deepspeed.")), None)
@@ -101,6 +106,9 @@ def _module_of(actor: nn.Module) -> nn.Module:
     if kind.__name__ != "DeepSpeedEngine":
         raise UnsupportedError(f"{kind.__module__}.{kind.__name__} cannot be exported. Supported: {SUPPORTED}")
     engine: Any = actor
+    missing = [name for name in _ENGINE if not hasattr(engine, name)]
+    if missing:
+        raise UnsupportedError(f"DeepSpeed {_version()} has no {first_five(missing)}; wsync was tested with {_TESTED}")
     refusals = {
         "pipeline parallelism": engine.pipeline_parallelism,
         "expert parallelism (deepspeed.moe, AutoEP)": engine.has_moe_layers,
@@ -122,18 +130,19 @@ def _check_modules(module: nn.Module) -> None:
         if kind and what:
             refused.append(f"{prefix.rstrip('.') or 'the module itself'} ({kind.__name__}) holds {what}")
     if refused:
-        raise UnsupportedError(f"{first_five(refused)}. Their tensors are not those of the checkpoint. {SUPPORTED}")
+        raise UnsupportedError(
+            f"{first_five(refused)}. Their tensors are not those of the checkpoint. Supported: {SUPPORTED}"
+        )
 
 
 def _problems(parameters: Mapping[str, Any]) -> Iterator[str]:
     """Why a partitioned parameter cannot be exported, one sentence each."""
-    version = getattr(sys.modules["deepspeed"], "__version__", "of unknown version")
     depth = getattr(sys.modules["deepspeed.runtime.zero.partition_parameters"], _GATHERED_DEPTH, None)
     for name, parameter in parameters.items():
         missing = [attribute for attribute in _PARTITION if getattr(parameter, attribute, None) is None]
         if missing or depth is None:
             yield (
-                f"{name}: DeepSpeed {version} does not say {', '.join(missing) or _GATHERED_DEPTH}; "
+                f"{name}: DeepSpeed {_version()} does not say {', '.join(missing) or _GATHERED_DEPTH}; "
                 f"wsync was tested with {_TESTED}"
             )
             continue

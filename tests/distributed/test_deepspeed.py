@@ -123,6 +123,9 @@ def parallelism(me: Rank) -> dict[str, str]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(engine, attribute, value)
             found[attribute] = refusal(engine)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(engine, "mp_world_size")
+        found["another version"] = refusal(engine)
     layers = import_module("deepspeed.module_inject.layers")
     group = torch.distributed.new_group(list(range(me.world_size)))
     model = llama()
@@ -226,6 +229,7 @@ def test_parallelism_that_cannot_be_exported_is_refused_by_name(two_ranks: dict[
         assert "with expert parallelism" in found["has_moe_layers"]
         assert "with tensor parallelism" in found["mp_world_size"]
         assert "with pipeline parallelism" in found["pipeline_parallelism"]
+        assert "has no mp_world_size; wsync was tested with 0.19.8" in found["another version"]
         assert "model.layers.1.mlp.down_proj (LinearAllreduce) holds slices of DeepSpeed's tensor" in found["autotp"]
         for name in ("InferenceEngine", "DeepSpeedHybridEngine"):
             assert f"{name} cannot be exported. Supported: deepspeed.DeepSpeedEngine" in found[name]
