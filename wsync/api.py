@@ -87,7 +87,7 @@ def connect(
 
 def _connect(actor: object, engine: object, config: SyncConfig, group: Group) -> Session:
     try:
-        producer = registry.producer_for(actor)
+        producer = registry.producer_for(actor, config.lora)
         engines = [registry.engine_for(one) for one in _as_list(engine)]
         if len({id(one) for one in engines}) != len(engines):
             raise ConfigError("the same engine was passed twice")

@@ -10,6 +10,7 @@ from wsync.errors import ConfigError
 MIB = 1 << 20
 PauseMode = Literal["abort", "wait", "keep"]
 VerifyMode = Literal["digest"]
+LoRAMode = Literal["merged", "adapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,10 @@ class SyncConfig:
     verify: VerifyMode | None = None
     """"digest" compares a 64-bit digest of every tensor on both sides before the version is published."""
 
+    lora: LoRAMode = "merged"
+    """What is sent of a module with LoRA adapters: "merged" weights, which every engine takes, or the active "adapter"
+    alone, for engines that have the same base weights and an adapter of the same shape."""
+
     def __post_init__(self) -> None:
         if self.bucket_bytes < 4096:
             raise ConfigError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 4096 bytes")
@@ -54,5 +59,7 @@ class SyncConfig:
             raise ConfigError(f"pause is {self.pause!r}; choose one of {', '.join(get_args(PauseMode))}")
         if self.verify not in (None, *get_args(VerifyMode)):
             raise ConfigError(f"verify is {self.verify!r}; choose None or one of {', '.join(get_args(VerifyMode))}")
+        if self.lora not in get_args(LoRAMode):
+            raise ConfigError(f"lora is {self.lora!r}; choose one of {', '.join(get_args(LoRAMode))}")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype is {self.dtype}; a floating-point dtype is needed")

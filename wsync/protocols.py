@@ -103,11 +103,17 @@ class Producer(Protocol):
         ...
 
     def prepare(self, plan: Plan, senders: Sequence[int], group: "Group") -> None:
-        """Take the plan. `senders` are the trainer ranks whose `fill` gets a slot. Local; once per plan."""
+        """Take the plan. `senders` are the trainer ranks whose `fill` gets a slot. Once per plan.
+
+        Every rank calls it in the same order and hears if another one failed, so that it may hold rounds on `group`.
+        """
         ...
 
     def open(self) -> None:
-        """Look the parameters up afresh. Raises `MismatchError` if they no longer fit `metadata()` as first given."""
+        """Look the parameters up afresh. Raises `MismatchError` if they no longer fit `metadata()` as first given.
+
+        As in `prepare`, ranks may exchange something small; each first says whether it can.
+        """
         ...
 
     def references(self, bucket: Bucket) -> Sequence[torch.Tensor] | None:

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, cast
 
+from wsync.config import LoRAMode
 from wsync.errors import UnsupportedError
 from wsync.protocols import Engine, Producer, Transport
 
@@ -93,6 +94,14 @@ _TRAINERS = (
         packages=("builtins", "pathlib"),
     ),
 )
+_ADAPTERS = (
+    _Entry(
+        name="adapter",
+        target="wsync.adapters.trainers.lora_adapter:AdapterProducer",
+        serves="with lora='adapter', a module with one active LoRA adapter of PEFT",
+        packages=("torch",),
+    ),
+)
 _ENGINES = (
     _Entry(
         name="vllm",
@@ -155,9 +164,15 @@ def find_engine(engine: object) -> Any:
     return _find("engine", engine, _entries("engines", _ENGINES), Engine)
 
 
-def producer_for(actor: object) -> Producer:
-    """`actor` itself if it meets `wsync.Producer`, else the producer that exports it. Raises as `find_trainer`."""
-    return cast(Producer, actor if _meets(actor, Producer) else find_trainer(actor)(actor))
+def producer_for(actor: object, lora: LoRAMode = "merged") -> Producer:
+    """`actor` itself if it meets `wsync.Producer`, else the producer that exports it. Raises as `find_trainer`.
+
+    `lora`: see `wsync.SyncConfig`.
+    """
+    if _meets(actor, Producer):
+        return cast(Producer, actor)
+    found = find_trainer(actor) if lora == "merged" else _find("actor", actor, _ADAPTERS, Producer)
+    return cast(Producer, found(actor))
 
 
 def engine_for(engine: object) -> Engine:

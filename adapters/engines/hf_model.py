@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wsync.adapters.engines.hf_loader import HFLoader
+from wsync.adapters.engines.hf_adapter import entrances, loader_for
 from wsync.adapters.engines.hf_memory import Released, release
 from wsync.errors import EngineStateError
 from wsync.worker import Worker
@@ -38,11 +38,12 @@ class LocalModel:
     """A model of this process. Holds it weakly."""
 
     def __init__(self, model: nn.Module, checkpoint: Path | None = None) -> None:
-        """`checkpoint`: see `HFLoader`. Puts a hook on `model`."""
+        """`checkpoint`: see `loader_for`. Puts a hook on `model`."""
         self._model = weakref.ref(model)
-        self._worker = Worker(HFLoader(model, checkpoint))
+        self._worker = Worker(loader_for(model, checkpoint))
         self._gate = Gate()
-        model.register_forward_pre_hook(self._gate, prepend=True)
+        for module in entrances(model):
+            module.register_forward_pre_hook(self._gate, prepend=True)
         self._stopping = threading.Event()
         self._released: Released | None = None
 

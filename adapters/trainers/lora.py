@@ -40,7 +40,7 @@ class LoRAProducer(ShardedProducer):
 
     def __new__(cls, module: nn.Module) -> "LoRAProducer":
         """A producer for the way in which `module` is sharded."""
-        return cast("LoRAProducer", super().__new__(_combine(cls, _sharding(module))))
+        return cast("LoRAProducer", super().__new__(combined(cls, module)))
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
@@ -124,7 +124,7 @@ class LoRAFactors(ShardedProducer):
 
     def __new__(cls, module: nn.Module) -> "LoRAFactors":
         """A producer for the way in which `module` is sharded."""
-        return cast("LoRAFactors", super().__new__(_combine(cls, _sharding(module))))
+        return cast("LoRAFactors", super().__new__(combined(cls, module)))
 
     def metadata(self) -> Sequence[TensorSpec]:
         """See `wsync.Producer`."""
@@ -167,12 +167,9 @@ class LoRAFactors(ShardedProducer):
         ]
 
 
-def _sharding(module: nn.Module) -> type[ShardedProducer]:
-    return next(kind for kind in _SHARDINGS if cast(Any, kind).matches(module))
-
-
-def _combine(lora: type[ShardedProducer], sharding: type[ShardedProducer]) -> type[ShardedProducer]:
-    """What `lora` exports, with the regions that `sharding` finds."""
+def combined(lora: type[ShardedProducer], module: nn.Module) -> type[ShardedProducer]:
+    """What `lora` exports, with the regions of the producer for the way in which `module` is sharded."""
+    sharding = next(kind for kind in _SHARDINGS if cast(Any, kind).matches(module))
     return type(f"{lora.__name__}Over{sharding.__name__}", (lora, sharding), {})
 
 

@@ -48,6 +48,9 @@ class Tuned:
     model: nn.Module
     """The user's model inside, whose modules PEFT has wrapped."""
 
+    root: str
+    """What the names of that model's tensors begin with in the module."""
+
     names: Mapping[str, str]
     """Name in the module -> name in the model, of the tensors that the merged model has."""
 
@@ -89,7 +92,7 @@ def examine(module: nn.Module, held: Sequence[str]) -> Tuned:
         if _is(child, peft.tuners.lora.LoraLayer):
             terms |= _layer_terms(prefix, child, known)
     names = {name: clean for name in held if (clean := _name_in_model(name, root, inner)) is not None}
-    return Tuned(model=model, names=names, terms={names[name]: found for name, found in terms.items()})
+    return Tuned(model=model, root=root, names=names, terms={names[name]: found for name, found in terms.items()})
 
 
 def _model_inside(module: nn.Module, peft: ModuleType) -> nn.Module:

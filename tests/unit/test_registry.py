@@ -4,6 +4,7 @@ import subprocess
 import sys
 import weakref
 from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +133,31 @@ def test_an_entry_point_that_cannot_load_is_named(monkeypatch: pytest.MonkeyPatc
         registry.transport("plugin")
 
 
+class Refuses:
+    """A plugin that breaks when it is asked."""
+
+    @staticmethod
+    def matches(obj: object) -> bool:
+        raise KeyError("no such table")
+
+
+def test_a_broken_plugin_is_named_with_its_distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fragile.py").write_text("raise ValueError('half an installation')\n")
+    info = tmp_path / "wsync_fragile-2.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wsync-fragile\nVersion: 2.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    broken = [
+        ("fragile:Nothing", r"cannot be imported: ValueError: half an installation; .*pip uninstall wsync-fragile"),
+        ("json:Nothing", r"cannot be imported: AttributeError: .*Nothing"),
+        (f"{__name__}:Refuses", r"failed when asked whether it takes a .*Linear: KeyError: 'no such table'"),
+    ]
+    for target, words in broken:
+        (info / "entry_points.txt").write_text(f"[wsync.trainers]\nglass = {target}\n")
+        with pytest.raises(UnsupportedError, match=rf"glass \({target}, from wsync-fragile 2\.1\) {words}"):
+            registry.find_trainer(torch.nn.Linear(1, 1))
+
+
 def test_a_missing_extra_names_the_exact_command(monkeypatch: pytest.MonkeyPatch) -> None:
     class LLM:
         __module__ = "vllm.entrypoints.llm"
@@ -148,7 +174,7 @@ def test_importing_wsync_and_asking_for_adapters_imports_no_framework() -> None:
         "registry.transports(); registry.find_trainer(torch.nn.Linear(1, 1))\n"
         "try: registry.find_engine(object())\n"
         "except wsync.UnsupportedError: pass\n"
-        "heavy = {'vllm', 'sglang', 'transformers', 'deepspeed'} & set(sys.modules)\n"
+        "heavy = {'vllm', 'sglang', 'transformers', 'deepspeed', 'peft', 'safetensors'} & set(sys.modules)\n"
         "print(sorted(heavy), 'wsync.adapters.engines.vllm' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
