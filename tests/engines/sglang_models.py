@@ -30,13 +30,14 @@ _PARTS: Mapping[str, str] = {
 
 def build(kind: str, seed: int) -> Any:
     """A random model: Llama with 259 words, Llama with tied embeddings, Qwen2 with biases, Qwen3 with experts."""
-    if kind != "tied":
-        return build_for_vllm(kind, seed)
-    import transformers as hf
-
-    config: Any = build_for_vllm("llama", seed).config
-    config.tie_word_embeddings, config.vocab_size = True, 256
-    model: Any = hf.LlamaForCausalLM(config)
+    model: Any = build_for_vllm(kind if kind != "tied" else "llama", seed)
+    if kind in ("llama", "bias"):
+        return model
+    if kind == "tied":
+        model.config.tie_word_embeddings, model.config.vocab_size = True, 256
+    else:
+        model.config.moe_intermediate_size = 128  # less than 32 a rank would be padded, up to ranks with padding alone
+    model = type(model)(model.config)
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter.data, mean=float("norm" in name), std=0.05 if "embed" in name else 0.3)
     return model.float().eval()

@@ -110,7 +110,7 @@ class TestPlugin:
 
     def test_update(self, plugin: Facts, expected: Tokens) -> None:
         check_update(plugin["update"], expected, "llama", "shm", 0)
-        assert "21 tensors copied by plan, plan verified: 21 of 21" in plugin["update"]["explained"]
+        assert "verified: 21 of 21 tensors" in plugin["update"]["explained"]
 
     def test_every_bit(self, plugin: Facts) -> None:
         check_bits(plugin["bits"], 15)
@@ -171,7 +171,7 @@ class TestTwoRanks:
 
     def test_update(self, two_ranks: Facts, expected: Tokens) -> None:
         check_update(two_ranks["update"], expected, "moe", "shm", 0)
-        assert two_ranks["update"]["explained"].count("plan verified") == 2
+        assert two_ranks["update"]["explained"].count("verified: 45 of 45 tensors") == 2
 
     def test_every_bit(self, two_ranks: Facts) -> None:
         check_bits(two_ranks["bits"], 2 * 21)
