@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,12 +176,14 @@ def without_torchrun() -> Iterator[None]:
 @contextmanager
 def sglang_on_cpu() -> Iterator[None]:
     """SGLang's CPU path, with stubs in place of packages that exist for CUDA only. Its processes inherit both."""
-    settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+    settings = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0", "PYTHONWARNINGS": "ignore"}
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     sys.path.insert(0, str(_STUBS))
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         sys.path.remove(str(_STUBS))
         for name, text in before.items():
