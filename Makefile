@@ -12,7 +12,7 @@ TORCHRUN := .venv/bin/python -m torch.distributed.run --nproc-per-node 2 \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean setup-hf setup-vllm setup-sglang
+.PHONY: help demo test test-all check bench clean setup-hf setup-vllm setup-sglang setup-all
 
 help:
 	@echo 'make demo               train on 2 ranks, sync into a Hugging Face engine, compare the tokens'
@@ -20,6 +20,7 @@ help:
 	@echo 'make demo ENGINE=sglang the same with SGLang'
 	@echo 'make test               every check and every test, real vLLM included'
 	@echo 'make check              the same without vLLM'
+	@echo 'make test-all           make test, and every trainer with every engine and every family of models'
 	@echo 'make bench              the benchmarks'
 	@echo 'make clean              remove what was built and cached (.venv stays)'
 	@echo 'PYTHON=python3.12 make ...   make .venv with this interpreter'
@@ -33,14 +34,20 @@ setup-vllm:
 setup-sglang:
 	@scripts/setup sglang
 
+setup-all:
+	@scripts/setup all
+
 demo: setup-$(ENGINE)
 	@env $(LOOPBACK) $(TORCHRUN) -m examples.demo --engine $(ENGINE)
 
 test: setup-vllm
 	@scripts/check
 
+test-all: setup-all
+	@scripts/check -m ''
+
 check: setup-hf
-	@scripts/check -m 'not vllm'
+	@scripts/check -m 'not vllm and not matrix'
 
 bench: setup-hf
 	@.venv/bin/python -m pytest benchmarks
