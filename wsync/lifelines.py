@@ -112,7 +112,10 @@ class Lifelines:
             if listener is not None:
                 listener.close()
             while self._links:
-                self._links.popitem()[1].close()
+                _, link = self._links.popitem()
+                with suppress(WsyncError):  # one that came while this side was closing has heard no good-bye yet
+                    link.send(("bye",), Deadline.after(_SEND_S))
+                link.close()
 
     def _admit(self, listener: Listener) -> None:
         for rank, link in listener.admit(Welcome()):

@@ -286,6 +286,8 @@ class _Server:
             return None
 
     def _resume(self, client: _Client, args: Mapping[str, Any], deadline: Deadline) -> object:
+        if not self.gate.holds(client):
+            return None  # not paused by this trainer; by another one perhaps
         try:
             self._engine.resume()
             client.attempt = None

@@ -108,11 +108,13 @@ def test_a_trainer_that_goes_ends_its_attempt(engine: FakeEngine, served: Served
     assert "abort" in engine.calls
 
 
-def test_a_second_trainer_is_refused_while_the_first_one_syncs(served: Served) -> None:
+def test_a_second_trainer_is_refused_while_the_first_one_syncs(engine: FakeEngine, served: Served) -> None:
     with reach(served) as first, reach(served) as second:
         first.pause("wait", soon())
         with pytest.raises(EngineStateError, match="another trainer is syncing"):
             second.pause("wait", soon())
+        second.resume()
+        assert engine.reason is not None, "the second one resumed what the first one had paused"
         first.resume()
         second.pause("wait", soon())
         second.resume()
