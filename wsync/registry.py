@@ -35,7 +35,7 @@ class _Entry:
     """Optional dependencies that it needs."""
 
     distribution: str | None = None
-    """Who brought it, "name version"; None if wsync itself."""
+    """Who brought it, "name version" or "" if nobody can tell; None if wsync itself."""
 
     @property
     def origin(self) -> str:
@@ -186,7 +186,7 @@ def _entries(kind: str, built_in: Sequence[_Entry]) -> list[_Entry]:
             name=entry.name,
             target=entry.value,
             serves=entry.value,
-            distribution=f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution",
+            distribution=f"{entry.dist.name} {entry.dist.version}" if entry.dist else "",
         )
         for entry in entry_points(group=f"wsync.{kind}")
     ]
@@ -198,18 +198,18 @@ def _load(entry: _Entry) -> Any:
     try:
         return getattr(import_module(module), attribute)
     except Exception as error:
-        if not entry.distribution and not isinstance(error, ImportError):
+        if entry.distribution is None and not isinstance(error, ImportError):
             raise
         cure = f'pip install "{_DISTRIBUTION}[{entry.extra}]"' if entry.extra else "install what it needs"
         if entry.distribution:
-            cure = f"install what it needs, mend it, or pip uninstall {entry.distribution.split()[0]}"
+            cure = f"install what it needs, or pip uninstall {entry.distribution.split()[0]}"
         raise UnsupportedError(f"{entry.title} cannot be imported: {type(error).__name__}: {error}; {cure}") from error
 
 
 def _ask(entry: _Entry, obj: object) -> Any:
     """The adapter class of `entry` if it takes `obj`, else None."""
     adapter = _load(entry)
-    if not entry.distribution:
+    if entry.distribution is None:
         return adapter if adapter.matches(obj) else None
     try:
         return adapter if adapter.matches(obj) else None

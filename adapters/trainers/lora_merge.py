@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -125,10 +126,15 @@ def _stretch(out: torch.Tensor, window: _Window, lengths: torch.Tensor, dim: int
 @contextmanager
 def _exact(device: str) -> Iterator[None]:
     """Float32 products that are float32 inside, whatever the trainer has allowed for its own."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
+    # Not get_float32_matmul_precision: that raises where a trainer has set these.
+    known: Any = torch.backends
+    backends = (known.cuda.matmul, known.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
         with torch.autocast(device, enabled=False):
             yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision

@@ -1,7 +1,7 @@
 """Weights under PEFT LoRA come out as PEFT's own merge has them, and the base weights are never touched."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,9 @@ def test_bfloat16_is_rounded_once(name: str) -> None:
 
 
 def test_base_bits_after_a_thousand_syncs() -> None:
-    model = randomised(MERGEABLE["modules to save"]().to(torch.bfloat16), 3)
+    layers = nn.Sequential(nn.Linear(24, 40), nn.Linear(40, 24))
+    tuned = get_peft_model(layers, LoraConfig(r=3, target_modules=["0"], modules_to_save=["1"]))
+    model = randomised(tuned.to(torch.bfloat16), 3)
     producer, plan = prepared(model, limit=1 << 12)
     before, first = snapshot(model), synced(producer, plan)
     for _ in range(999):
@@ -122,20 +124,31 @@ def test_only_what_is_not_merged_is_handed_over_in_place() -> None:
     producer.close()
 
 
-@pytest.mark.parametrize("precision", ["high", "medium"])
-def test_the_trainers_matmul_precision_does_not_reach_the_merge(precision: str) -> None:
+@pytest.fixture
+def trainers_precision() -> Iterator[list[Any]]:
+    """What a trainer may set for its own products; put back afterwards."""
+    known: Any = torch.backends
+    backends = [known.cuda.matmul, known.mkldnn.matmul]
+    before = [backend.fp32_precision for backend in backends]
+    yield backends
+    for backend, precision in zip(backends, before, strict=True):
+        backend.fp32_precision = precision
+
+
+@pytest.mark.parametrize("way", ["of old", "of new"])
+def test_the_trainers_precision_does_not_reach_the_merge(way: str, trainers_precision: list[Any]) -> None:
     torch.manual_seed(0)
     model = randomised(get_peft_model(nn.Sequential(nn.Linear(256, 256)), LoraConfig(r=64, target_modules=["0"])), 7)
     expected = merged(model)["0.weight"]
-    before = torch.get_float32_matmul_precision()
-    try:
-        torch.set_float32_matmul_precision(precision)
-        producer, plan = prepared(model, limit=1 << 20)
-        with torch.autocast("cpu", torch.bfloat16):
-            found = synced(producer, plan)["0.weight"]
-        assert torch.get_float32_matmul_precision() == precision
-    finally:
-        torch.set_float32_matmul_precision(before)
+    if way == "of old":
+        torch.set_float32_matmul_precision("medium")
+    else:
+        for backend, precision in zip(trainers_precision, ("tf32", "bf16"), strict=True):
+            backend.fp32_precision = precision
+    producer, plan = prepared(model, limit=1 << 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = synced(producer, plan)["0.weight"]
+    assert [backend.fp32_precision for backend in trainers_precision] == ["tf32", "bf16"]
     assert torch.equal(found, expected)
 
 
