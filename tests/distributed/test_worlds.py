@@ -83,7 +83,9 @@ def three_syncs(me: Rank, addresses: Sequence[str], transport: str, spread: bool
     return bytes_of_weights(actor), report.transport
 
 
-@pytest.mark.parametrize(("transport", "spread"), [("gloo", False), ("shm", False), ("gloo", True)])
+@pytest.mark.parametrize(
+    ("transport", "spread"), [("gloo", False), ("shm", False), pytest.param("gloo", True, marks=pytest.mark.slow)]
+)
 def test_three_syncs_are_equal_in_bits_and_tokens(transport: str, spread: bool) -> None:
     with engines(2) as (actors, addresses):
         (weights, used), _ = run_ranks(three_syncs, 2, addresses, transport, spread, timeout_s=TIMEOUT_S)
