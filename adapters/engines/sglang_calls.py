@@ -117,7 +117,9 @@ class Calls:
                 f"caches while requests wait; sync with pause='wait' or pause='abort', or use SGLang 0.5.23"
             )
         if mode != "keep" and not (mode == "wait" and self.paused):
-            self.run(f"be through with its requests ({mode})", lambda: self._drain(mode, deadline), None)
+            doing = f"be through with its requests ({mode})"
+            # A little longer than it gives itself: nothing of it may go on, and end requests, when nobody waits for it.
+            self.run(doing, lambda: self._drain(mode, deadline), deadline.remaining(doing) + 1.0)
         if self.paused:
             return
         self.run("pause", lambda: self._pause(), deadline.remaining(f"{self.name} to pause"))

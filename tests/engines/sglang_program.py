@@ -162,6 +162,15 @@ def frozen(setup: Setup) -> Facts:
     return {**facts, "tokens": setup.tokens()}
 
 
+def impatient(setup: Setup) -> Facts:
+    """A pause that gives up before the request is finished: it goes on as if nothing had been."""
+    control = SGLangEngine(setup.engine)
+    stream = setup.start_long()
+    facts: Facts = {"error": caught(lambda: control.pause("wait", Deadline.after(0.02)))}
+    *_, last = stream
+    return {**facts, "length": len(last["output_ids"]), "generated": len(setup.tokens())}
+
+
 def stalled(setup: Setup) -> Facts:
     """A worker that stops in the middle of an update, and goes on when the sync has been given up."""
     hasty = wsync.SyncConfig(bucket_bytes=64 << 10, timeout_s=6.0)

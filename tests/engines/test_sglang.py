@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 Facts = dict[str, Any]
 Tokens = dict[str, list[list[int]]]
 
-EVERYTHING = "untested,update,bits,in_flight,frozen,on_a_loop,refused,torn,asleep,kit,stalled,killed"
+EVERYTHING = "untested,update,bits,in_flight,impatient,frozen,on_a_loop,refused,torn,asleep,kit,stalled,killed"
 OWN = "update,in_flight,refused,torn,read"
 
 
@@ -130,6 +130,13 @@ class TestPlugin:
     def test_weights_that_the_user_put_to_sleep(self, plugin: Facts, expected: Tokens) -> None:
         assert "release_memory_occupation" in plugin["asleep"]["sync"][1]
         assert plugin["asleep"]["tokens"] == expected["llama_c"]
+
+    def test_a_pause_that_gives_up_leaves_no_trace(self, plugin: Facts) -> None:
+        facts = plugin["impatient"]
+        kind, message = facts["error"]
+        assert kind == "SyncTimeout"
+        assert "1 request(s) of SGLang" in message
+        assert (facts["length"], facts["generated"]) == (200, 4)
 
     def test_a_kept_request_outlives_a_sync_that_fails(self, plugin: Facts, expected: Tokens) -> None:
         assert plugin["frozen"] == {
