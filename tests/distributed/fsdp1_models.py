@@ -60,6 +60,9 @@ LAYOUTS: dict[str, Callable[[], nn.Module]] = {
     "not sharded": strategy(ShardingStrategy.NO_SHARD, True),
     "not sharded flat": strategy(ShardingStrategy.NO_SHARD, False),
     "mixed precision": lambda: wrap(llama(), mixed_precision=BF16),
+    "mixed precision not sharded": lambda: wrap(
+        llama(), mixed_precision=BF16, sharding_strategy=ShardingStrategy.NO_SHARD
+    ),
     "mixed precision flat grad op": lambda: wrap(
         llama(), mixed_precision=BF16, use_orig_params=False, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP
     ),
