@@ -1,5 +1,6 @@
 """Shapes, memory needs and comparisons of the bench: arithmetic only."""
 
+import io
 import math
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ from wsync.bench.cases import AUTO_BYTES, CASES, numel_of
 from wsync.bench.ceilings import two_copies_way
 from wsync.bench.job import Job, Row, Taken
 from wsync.bench.samples import Samples
-from wsync.bench.show import tiny_to_large
+from wsync.bench.show import table, tiny_to_large
 
 JOB = Job(
     case="tiny",
@@ -96,6 +97,31 @@ def test_tiny_is_compared_with_large_of_the_same_kind_only() -> None:
     large = replace(JOB, case="large")
     rows = [row(JOB, 3.0), row(large, 2.0), row(replace(JOB, transport="gloo"), 1.0)]
     assert tiny_to_large(rows) == [("shm, module, 1 rank(s)", 1.5)]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_same_table_for_people_and_for_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    rows = [
+        row(JOB, 0.02),
+        row(replace(JOB, case="large"), 0.01, wrong=("block.7.weight",)),
+        Row(job=replace(JOB, ranks=2), error="why"),
+    ]
+    live, plain = Terminal(), io.StringIO()
+    table(rows, live)
+    table(rows, plain)
+    for out in (live.getvalue(), plain.getvalue()):
+        assert "1.02" in out  # GB/s
+        assert "FAILED" in out
+        assert "tiny over shm, module, 2 rank(s), buckets of 1 MiB: failed\nwhy" in out
+        assert "WRONG BYTES in 1 of 100 tensors, first block.7.weight" in out
+        assert "tiny costs 2.00 times as long a byte as large" in out
+    assert "\x1b" in live.getvalue()
+    assert "\x1b" not in plain.getvalue()
 
 
 def test_memory_that_a_row_needs() -> None:

@@ -69,7 +69,9 @@ def _measure(jobs: Sequence[Job]) -> list[Row]:
     rows = []
     with progress() as shown:
         for number, job in enumerate(jobs, 1):
-            rows.append(measure(job, shown.start(job, number, len(jobs))))
+            on_progress = shown.start(job, number, len(jobs))
+            rows.append(measure(job, on_progress))
+            on_progress("done" if rows[-1].ok else "FAILED", 1, 1)
     return rows
 
 
