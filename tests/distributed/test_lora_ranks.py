@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -19,6 +19,7 @@ from tests.distributed.sharded_models import full_tensors, llama, moe
 from tests.unit.lora_models import MERGEABLE, Zoo, config, merged, randomised
 from wsync.adapters.engines.hf import HFEngine
 from wsync.adapters.trainers.lora import LoRAProducer
+from wsync.adapters.trainers.lora_adapter import SCALING, AdapterProducer
 from wsync.errors import RankError, UnsupportedError
 from wsync.testing.ranks import Rank, run_ranks
 
@@ -105,6 +106,20 @@ def check_columns(me: Rank, name: str) -> bool:
     return check_syncs(me, name, model, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else Shard(0))
 
 
+def check_alone(me: Rank, name: str) -> bool:
+    """The adapter without base weights: shards of A and B put together under the names of PEFT's files."""
+    model = causal(llama, modules_to_save=["lm_head"])
+    expected = {key: tensor.clone() for key, tensor in get_peft_model_state_dict(model).items()}
+    producer, group = AdapterProducer(shard(model)), make_group(me, name)
+    plan = plan_of(producer, torch.float32, 2048)
+    producer.prepare(plan, [0, 1], group)
+    found = sync(producer, plan, [0, 1], me.rank)
+    group.close()
+    assert {key for key in found if not key.endswith(SCALING)} == set(expected)
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    return {float(tensor) for key, tensor in found.items() if key.endswith(SCALING)} == {4.0}
+
+
 def check_tokens(me: Rank, name: str) -> bool:
     """Through a whole session into an engine of rank 0, three times, after real training steps."""
     model = shard(causal(llama))
@@ -148,6 +163,7 @@ CASES = [
     *(Case(name=name, run=check_model, args=(name,)) for name in MODELS),
     Case(name="dora", run=check_dora, args=("dora",)),
     Case(name="columns", run=check_columns, args=("columns",)),
+    Case(name="alone", run=check_alone, args=("alone",)),
     Case(name="tokens", run=check_tokens, args=("tokens",)),
     Case(name="refusals", run=check_refusals, args=("refusals",)),
 ]
@@ -166,5 +182,5 @@ def test_two_ranks(outcomes: list[dict[str, Outcome]], name: str) -> None:
 
 def test_linear_layers_are_exact(outcomes: list[dict[str, Outcome]]) -> None:
     """Rows are multiplied as in the whole, but for stacks: the same bits as PEFT's merge in float32."""
-    names = ["rslora", "columns", *(name for name in MODELS if name != "moe")]
+    names = ["rslora", "columns", "alone", *(name for name in MODELS if name != "moe")]
     assert {name: outcomes[0][name].result for name in names} == dict.fromkeys(names, True)
