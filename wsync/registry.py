@@ -49,12 +49,37 @@ class _Entry:
 
 
 _TRANSPORTS = (
-    _Entry(name="inproc", target="wsync.transports.inproc:InprocTransport"),
-    _Entry(name="shm", target="wsync.transports.shm:ShmTransport"),
-    _Entry(name="cuda_ipc", target="wsync.transports.cuda_ipc:CudaIpcTransport"),
-    _Entry(name="nccl", target="wsync.transports.collective:NcclTransport"),
-    _Entry(name="hccl", target="wsync.transports.collective:HcclTransport"),
-    _Entry(name="gloo", target="wsync.transports.collective:GlooTransport"),
+    _Entry(
+        name="inproc",
+        target="wsync.transports.inproc:InprocTransport",
+        serves="workers in the trainer's process, on any device",
+    ),
+    _Entry(
+        name="shm",
+        target="wsync.transports.shm:ShmTransport",
+        serves="processes of one host, engine's weights in host memory",
+    ),
+    _Entry(
+        name="cuda_ipc",
+        target="wsync.transports.cuda_ipc:CudaIpcTransport",
+        serves="processes of one host, all weights on one CUDA device",
+        extra="cuda",
+    ),
+    _Entry(
+        name="nccl",
+        target="wsync.transports.collective:NcclTransport",
+        serves="not yet: refused with the reason",
+    ),
+    _Entry(
+        name="hccl",
+        target="wsync.transports.collective:HcclTransport",
+        serves="not yet: refused with the reason",
+    ),
+    _Entry(
+        name="gloo",
+        target="wsync.transports.collective:GlooTransport",
+        serves="processes of any hosts, weights in host memory",
+    ),
 )
 _TRAINERS = (
     _Entry(
@@ -125,6 +150,12 @@ _ENGINES = (
         extra="hf",
     ),
 )
+
+
+def catalog() -> Mapping[str, Sequence[tuple[str, str, str | None]]]:
+    """What is built in, by kind, in the order in which it is asked: (name, what it serves, extra that it needs)."""
+    kinds = {"trainers": (*_TRAINERS, *_ADAPTERS), "engines": _ENGINES, "transports": _TRANSPORTS}
+    return {kind: [(entry.name, entry.serves, entry.extra) for entry in entries] for kind, entries in kinds.items()}
 
 
 def transports() -> list[Transport]:
