@@ -12,14 +12,14 @@ TORCHRUN := .venv/bin/python -m torch.distributed.run --nproc-per-node 2 \
 	--rdzv-backend c10d --rdzv-endpoint 127.0.0.1:0 --local-addr 127.0.0.1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all check bench clean setup-hf setup-vllm setup-sglang setup-all
+.PHONY: help demo test test-all check bench clean setup-hf setup-vllm setup-sglang setup-trainers setup-all
 
 help:
 	@echo 'make demo               train on 2 ranks, sync into a Hugging Face engine, compare the tokens'
 	@echo 'make demo ENGINE=vllm   the same with vLLM'
 	@echo 'make demo ENGINE=sglang the same with SGLang'
-	@echo 'make test               every check and every test, real vLLM included'
-	@echo 'make check              the same without vLLM'
+	@echo 'make test               every check and every test, real vLLM and SGLang included'
+	@echo 'make check              the same without real engines'
 	@echo 'make test-all           make test, and every trainer with every engine and every family of models'
 	@echo 'make bench              the benchmarks'
 	@echo 'make clean              remove what was built and cached (.venv stays)'
@@ -34,20 +34,23 @@ setup-vllm:
 setup-sglang:
 	@scripts/setup sglang
 
+setup-trainers:
+	@scripts/setup trainers
+
 setup-all:
 	@scripts/setup all
 
 demo: setup-$(ENGINE)
 	@env $(LOOPBACK) $(TORCHRUN) -m examples.demo --engine $(ENGINE)
 
-test: setup-vllm
+test: setup-all
 	@scripts/check
 
 test-all: setup-all
 	@scripts/check -m ''
 
-check: setup-hf
-	@scripts/check -m 'not vllm and not matrix'
+check: setup-trainers
+	@scripts/check -m 'not vllm and not sglang and not matrix'
 
 bench: setup-hf
 	@.venv/bin/python -m pytest benchmarks
