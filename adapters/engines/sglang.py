@@ -13,6 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,15 @@ from wsync.background import Background
 from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.engine import WorkerEngine
-from wsync.errors import ConfigError, EngineStateError, PeerError, UnsupportedError
+from wsync.errors import ConfigError, EngineStateError, PeerError, UnsupportedError, WsyncError
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
 
 SUPPORTED_VERSIONS = ("0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
 """The tests run 0.5.23. Of 0.5.17 what is used here was compared with it in the source."""
+
+_POLL_MS = 50
+"""Between two looks whether the engine died while a call waits."""
 
 _HOW_TO_GET_A_WORKER = (
     f'install wsync in the environment of the engine (pip install "wsync-rl[sglang]") and start it again, so that '
@@ -122,6 +126,8 @@ class SGLangEngine(WorkerEngine):
             except PeerError as error:
                 if not ring.done:
                     self._dead = f"{self.name} died: {error}, while waiting for {ring.name}"
+                    with suppress(WsyncError):
+                        ring.result(Deadline.after(1.0))
                     raise PeerError(self._dead) from error
                 raise
 
@@ -202,16 +208,7 @@ class SGLangEngine(WorkerEngine):
     def _bell(self, address: str) -> Callable[[], None]:
         """What makes every worker come to `address`, and returns when they have answered."""
         if self.way == "plugin":
-            engine = self._calls.engine
-
-            def ring() -> None:
-                try:
-                    engine.collective_rpc(METHOD, address=address)
-                except Exception as error:
-                    cure = f"; {_HOW_TO_GET_A_WORKER}" if f"no attribute '{METHOD}'" in str(error) else ""
-                    raise PeerError(f"{self.name} could not call its workers: {error}{cure}") from error
-
-            return ring
+            return lambda: self._call_plugin(address)
 
         def load() -> None:
             self._updates.begin(self._patience_s)
@@ -221,6 +218,23 @@ class SGLangEngine(WorkerEngine):
                 self._updates.end(self._patience_s)
 
         return load
+
+    def _call_plugin(self, address: str) -> None:
+        """`Engine.collective_rpc`, except that it ends when a process of the engine does.
+
+        SGLang would wait on, and `Engine.shutdown` crashes over a socket on which another thread waits.
+        """
+        import sglang.srt.managers.io_struct as module
+
+        pipe = self._calls.engine.send_to_rpc
+        module.sock_send(pipe, module.RpcReqInput(method=METHOD, parameters={"address": address}))
+        while not pipe.poll(_POLL_MS):
+            if self._dead is not None:
+                raise PeerError(self._dead)
+        reply = module.sock_recv(pipe)
+        if not reply.success:
+            cure = f"; {_HOW_TO_GET_A_WORKER}" if f"no attribute '{METHOD}'" in reply.message else ""
+            raise PeerError(f"{self.name} could not call its workers: {reply.message}{cure}")
 
 
 class _Refusal:
