@@ -1,6 +1,5 @@
 """Trainers of every kind over the same weights, and how peers take full tensors out of each of them."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module
@@ -14,6 +13,7 @@ from torch import nn
 from wsync.bench.cases import Shapes
 from wsync.bench.weights import ACTOR_SEED, random_module, random_tensors
 from wsync.extras import importing
+from wsync.testing.launched import as_under_torchrun
 from wsync.testing.ranks import Rank
 
 PRODUCERS = ("module", "fsdp2", "fsdp1", "zero3", "checkpoint")
@@ -90,8 +90,7 @@ def _fsdp1(module: nn.Module, me: Rank) -> nn.Module:
 
 
 def _zero3(module: nn.Module, me: Rank) -> Any:
-    # DeepSpeed reads where it runs from the environment; this is a process of the benchmark's own.
-    os.environ.update(LOCAL_RANK=str(me.rank), RANK=str(me.rank), WORLD_SIZE=str(me.world_size), DS_ACCELERATOR="cpu")
+    as_under_torchrun(me, DS_ACCELERATOR="cpu")
     with importing("deepspeed", "the zero3 producer"):
         deepspeed = import_module("deepspeed")
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles an extension that gloo needs not
