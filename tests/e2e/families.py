@@ -56,8 +56,8 @@ def build(family: str, seed: int) -> Any:
         torch.manual_seed(seed)
         model = getattr(transformers, f"{_CLASSES[kind]}ForCausalLM")(config).float()
         for name, parameter in model.named_parameters():
-            scale = 0.05 if "embed" in name else 0.2
-            torch.nn.init.normal_(parameter.data, mean=float("norm" in name), std=scale)
+            mean = 3.0 if "q_norm" in name or "k_norm" in name else float("norm" in name)
+            torch.nn.init.normal_(parameter.data, mean=mean, std=0.05 if "embed" in name else 0.2)
     return model.eval()
 
 
