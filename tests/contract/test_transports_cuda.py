@@ -9,7 +9,7 @@ from wsync.testing.bench import Bench
 from wsync.testing.conformance import TRANSPORT_CHECKS
 from wsync.transports.cuda_ipc import CudaIpcTransport
 
-BENCH = Bench(make=CudaIpcTransport, processes=True)
+BENCH = Bench(make=CudaIpcTransport, processes=True, device=torch.device("cuda", 0), apart=True)
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ from wsync.plan import Plan
 from wsync.protocols import Receiver, Ticket, Transport
 from wsync.testing.processes import forkserver
 from wsync.testing.samples import bytes_of, digests_of, fill_slot, plan_of, tensor_zoo
+from wsync.topology import CPU
 
 MakeTransport = Callable[[], Transport]
 
@@ -187,6 +188,7 @@ class Delivery:
     """"kill": SIGKILL to its own process; "close": its sender; "wait": commit nothing more until told."""
 
     timeout_s: float
+    device: torch.device = CPU
 
 
 def produce(pipe: Connection, make_transport: MakeTransport, delivery: Delivery) -> None:
@@ -194,7 +196,9 @@ def produce(pipe: Connection, make_transport: MakeTransport, delivery: Delivery)
     tensors = tensor_zoo(delivery.seed, 4 * delivery.bucket_bytes)
     plan = plan_of(tensors, delivery.bucket_bytes)
     deadline = Deadline.after(delivery.timeout_s)
-    sender = make_transport().sender(slot_bytes=plan.capacity, num_slots=2, receivers=1, generation=1)
+    sender = make_transport().sender(
+        slot_bytes=plan.capacity, num_slots=2, receivers=1, generation=1, device=delivery.device
+    )
     try:
         pipe.send(("ticket", (sender.ticket(), plan)))
         sender.accept(deadline)

@@ -11,9 +11,10 @@ from wsync.deadline import Deadline
 from wsync.errors import WsyncError
 from wsync.plan import Plan
 from wsync.protocols import Sender
-from wsync.testing.actors import Actor, MakeTransport, Order, consume
+from wsync.testing.actors import Actor, Delivery, MakeTransport, Order, consume
 from wsync.testing.chaos import PoisonedSender
 from wsync.testing.samples import digests_of, fill_slot, plan_of
+from wsync.topology import CPU
 
 BUCKET_BYTES = 4096
 Tensors = Mapping[str, torch.Tensor]
@@ -29,6 +30,12 @@ class Bench:
     processes: bool
     """Receivers in processes of their own instead of threads."""
 
+    device: torch.device = CPU
+    """Where the producer's weights are."""
+
+    apart: bool = False
+    """Receivers cannot be in the sender's process."""
+
     timeout_s: float = 60.0
     """Longest wait, in seconds, for anything that is expected to happen."""
 
@@ -43,7 +50,9 @@ class Bench:
     @contextmanager
     def sender(self, plan: Plan, *, receivers: int = 1, num_slots: int = 2) -> Iterator[Sender]:
         """A sender with poisoned slots."""
-        inner = self.make().sender(slot_bytes=plan.capacity, num_slots=num_slots, receivers=receivers, generation=1)
+        inner = self.make().sender(
+            slot_bytes=plan.capacity, num_slots=num_slots, receivers=receivers, generation=1, device=self.device
+        )
         sender = PoisonedSender(inner)
         try:
             yield sender
@@ -59,6 +68,17 @@ class Bench:
                 yield actor
             finally:
                 sender.close()
+
+    def delivery(self, *, seed: int, leave_at: int, leave: str) -> Delivery:
+        """The order of a producer that runs beside the test and leaves; see `Delivery`."""
+        return Delivery(
+            seed=seed,
+            bucket_bytes=BUCKET_BYTES,
+            leave_at=leave_at,
+            leave=leave,
+            timeout_s=self.timeout_s,
+            device=self.device,
+        )
 
     def send(self, sender: Sender, plan: Plan, tensors: Tensors) -> None:
         """One sync, up to the last release."""

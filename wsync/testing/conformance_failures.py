@@ -5,7 +5,7 @@ import threading
 
 from wsync.deadline import Deadline
 from wsync.errors import ClosedError, PeerError, ProtocolError, SyncTimeout
-from wsync.testing.actors import Actor, Delivery, produce
+from wsync.testing.actors import Actor, produce
 from wsync.testing.bench import BUCKET_BYTES, Bench, expect
 from wsync.testing.samples import fill_slot, plan_of, tensor_zoo, tiny_tensors
 
@@ -56,7 +56,7 @@ def check_producer_leaves(bench: Bench) -> None:
     """A sender that dies, or closes, at bucket k is heard by a receiver at once."""
     for leave in ("kill", "close") if bench.processes else ("close",):
         for k in (0, 2):
-            delivery = Delivery(seed=7, bucket_bytes=BUCKET_BYTES, leave_at=k, leave=leave, timeout_s=bench.timeout_s)
+            delivery = bench.delivery(seed=7, leave_at=k, leave=leave)
             with Actor(bench.processes, bench.timeout_s, produce, bench.make, delivery) as actor:
                 ticket, plan = actor.hear("ticket")
                 receiver = bench.make().receiver(ticket, 0, bench.deadline)
@@ -91,7 +91,7 @@ def check_stopped(bench: Bench) -> None:
                 sender.drain(bench.deadline)
         else:
             actor.tell("go on")
-    delivery = Delivery(seed=8, bucket_bytes=BUCKET_BYTES, leave_at=2, leave="wait", timeout_s=bench.timeout_s)
+    delivery = bench.delivery(seed=8, leave_at=2, leave="wait")
     with Actor(bench.processes, bench.timeout_s, produce, bench.make, delivery) as actor:
         ticket, plan = actor.hear("ticket")
         receiver = bench.make().receiver(ticket, 0, bench.deadline)
@@ -157,6 +157,8 @@ def check_closed(bench: Bench) -> None:
 
 def check_receiver_closes(bench: Bench) -> None:
     """A receiver that closes is missed at the next acquire, and its own iterator ends with `ClosedError`."""
+    if bench.apart:
+        return
     plan = plan_of(tiny_tensors(13, 20), BUCKET_BYTES)
     with bench.sender(plan) as sender:
         accepting = threading.Thread(target=sender.accept, args=(bench.deadline,))

@@ -6,13 +6,14 @@ read, which the sender's stream waits for before it writes again. No process wai
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from wsync.deadline import Deadline
-from wsync.errors import PeerError, ProtocolError
+from wsync.errors import PeerError, ProtocolError, UnsupportedError
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
 from wsync.transports.device_memory import HANDLE_BYTES, allocate, device_of, open_exported
@@ -37,6 +38,9 @@ class _Written(SlotMemory):
 
     def after_write(self, slot: int) -> None:
         self.filled[slot].record(torch.cuda.current_stream(self._device))
+
+    def absent(self, receivers: Collection[int]) -> list[int]:
+        return sorted(set(receivers) - self._read.keys())
 
     def meet(self, receiver: int, facts: Sequence[object]) -> None:
         if len(facts) != len(self.slots):
@@ -77,6 +81,8 @@ class CudaIpcTransport:
         for worker in topology.receivers:
             if (worker.host, worker.network) != (sender.host, sender.network):
                 return f"the trainer is {sender}, a worker is {worker}: not one host and network namespace"
+            if worker.process == sender.process:
+                return f"a worker is in the trainer's process ({worker}): device memory is shared between processes"
             if not worker.device.startswith("cuda:"):
                 return f"a worker is {worker}: its weights are not on a CUDA device"
             if worker.device != sender.device:
@@ -86,7 +92,9 @@ class CudaIpcTransport:
     def sender(
         self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
     ) -> SlotSender:
-        """See `wsync.Transport`."""
+        """See `wsync.Transport`. Raises `UnsupportedError` for weights that are not on a CUDA device."""
+        if device.type != "cuda":
+            raise UnsupportedError(f"cuda_ipc shares slots on a CUDA device; the trainer's weights are on {device}")
         handle, slots = allocate(device, slot_bytes, num_slots)
         with torch.cuda.device(device):
             memory = _Written(slots, device)
@@ -108,7 +116,8 @@ class CudaIpcTransport:
             slots = open_exported(device, _bytes_of(handle), slot_bytes, len(events))
             with torch.cuda.device(device):
                 memory = _Read(slots, device, events)
-                link.send(("slots", *(event.ipc_handle().hex() for event in memory.read)), deadline)
+                with suppress(PeerError):  # it has left already: the first bucket will say so
+                    link.send(("slots", *(event.ipc_handle().hex() for event in memory.read)), deadline)
             return SlotReceiver(link, memory)
         except BaseException:
             link.close()

@@ -10,7 +10,7 @@ holds. Death of either side shows on the socket at once; whoever is stopped is g
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 
 import torch
@@ -50,6 +50,10 @@ class SlotMemory:
 
     def after_read(self, slot: int) -> None:
         """What this thread has queued so far is all that reads `slot`."""
+
+    def absent(self, receivers: Collection[int]) -> list[int]:
+        """Those of `receivers` that have yet to say that they see the slots, in memory where they must."""
+        return []
 
     def meet(self, receiver: int, facts: Sequence[object]) -> None:
         """What a receiver says of its view of the slots. Raises `ProtocolError` if that is not what it should be."""
@@ -91,12 +95,12 @@ class SlotSender:
                 self._check(alive=self._links)
                 for index, link in listener.admit(self._welcome):
                     self._links[index] = link
-                if not listener.absent:
+                absent = sorted({*listener.absent, *self._memory.absent(self._links)})
+                if not absent:
                     listener.close()
                     return
                 refused = f" (turned away: {listener.refused})" if listener.refused else ""
-                waiting_for = f"receiver(s) {sorted(listener.absent)} to connect{refused}"
-                self._listen(deadline, waiting_for, listener.filenos())
+                self._listen(deadline, f"receiver(s) {absent} to connect{refused}", listener.filenos())
 
     def acquire(self, deadline: Deadline) -> torch.Tensor:
         """See `wsync.Sender`."""
