@@ -84,7 +84,7 @@ def test_auto_takes_the_first_that_serves_and_says_why_not_the_others() -> None:
     choice = choose(serving(HERE, beside(**ANOTHER)), transports(), "auto")
     assert choice.transport.name == "shm"
     assert "pid 1" in choice.rejected["inproc"]
-    assert choice.explain().startswith(f"shm to 2 worker(s) (not inproc: {choice.rejected['inproc']}; not nccl: ")
+    assert choice.explain().startswith(f"shm to 2 worker(s) (not inproc: {choice.rejected['inproc']}; not cuda_ipc: ")
 
 
 def test_a_name_is_taken_or_refused_with_its_reason() -> None:
