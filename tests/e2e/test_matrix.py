@@ -79,7 +79,7 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "family", "trainer"), cases())
+@pytest.mark.parametrize(("kind", "family", "trainer"), list(cases()))
 def test_tokens_after_each_sync(programs: Programs, kind: str, family: str, trainer: str) -> None:
     facts, words = programs.result(kind, family)
     assert trainer in facts, words

@@ -140,7 +140,7 @@ def batch(seed: int) -> torch.Tensor:
     return torch.randint(1, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(seed))
 
 
-def loss_of(run: Any, seed: int) -> torch.Tensor:
+def loss_of(run: Any, seed: int) -> Any:
     """A policy gradient with random advantages: it changes what the model says and does not make it dull."""
     tokens = batch(seed)
     said = torch.log_softmax(run(input_ids=tokens).logits[:, :-1], -1)
