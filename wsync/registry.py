@@ -136,6 +136,13 @@ _ENGINES = (
         extra="vllm",
     ),
     _Entry(
+        name="vllm",
+        target="wsync.adapters.engines.vllm_async:AsyncVLLMEngine",
+        serves="vllm.v1.engine.async_llm.AsyncLLM, also known as vllm.AsyncLLMEngine",
+        packages=("vllm",),
+        extra="vllm",
+    ),
+    _Entry(
         name="sglang",
         target="wsync.adapters.engines.sglang:SGLangEngine",
         serves="sglang.Engine",

@@ -74,9 +74,9 @@ def cached_tokens(llm: Any) -> int:
 def look(llm: Any) -> list[dict[str, list[object]]]:
     """Every worker's weights, see `vllm_extension.snapshot`."""
     from tests.engines.vllm_extension import snapshot
-    from wsync.adapters.engines.vllm import _local_worker
+    from wsync.adapters.engines.vllm import local_worker
 
-    local = _local_worker(llm)
+    local = local_worker(llm)
     if local is not None:
         return [snapshot(local)]
     return [json.loads(reply) for reply in llm.collective_rpc("wsync_test_snapshot")]
@@ -90,9 +90,9 @@ def addresses(seen: list[dict[str, list[object]]]) -> list[dict[str, object]]:
 def load_fresh(llm: Any, folder: Path) -> None:
     """vLLM's own `load_weights` of `folder` in every worker."""
     from tests.engines.vllm_extension import load
-    from wsync.adapters.engines.vllm import _local_worker
+    from wsync.adapters.engines.vllm import local_worker
 
-    local = _local_worker(llm)
+    local = local_worker(llm)
     if local is not None:
         load(local, str(folder))
     else:

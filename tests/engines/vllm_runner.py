@@ -53,7 +53,7 @@ def _environment(module: str, ranks: int) -> Mapping[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    if not module.endswith("vllm_workers"):
+    if not module.endswith("_workers"):
         settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if ranks > 1:
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
