@@ -6,46 +6,56 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from wsync.small_copies import SmallCopies, split_small
 from wsync.strided import memory_view
-from wsync.views import Place, as_dtype
+from wsync.traits import all_on_cpu
+from wsync.views import Pair, Place, as_dtype
 
 if TYPE_CHECKING:
     from wsync.copy_kernel import Launches
 
 
-Pair = tuple[Place, Place]
-"""Source and target, of equal sizes: element i of the one goes to element i of the other, cast if dtypes differ."""
-
-
 class Copies:
     """Copies that are worked out once and run at every sync.
 
-    On a GPU they are one kernel for each pair of dtypes; where that cannot be (memories on several devices, dtypes that
-    the kernel does not convert, runs of a few elements) torch copies views.
+    On a GPU they are one kernel for each pair of dtypes, on the CPU small ones are a list of addresses. All else is
+    left to torch: memories on several devices, dtypes that the kernel does not convert, large copies on the CPU.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = tuple(pairs)
         self._launches: Launches | None = None
         self._device: torch.device | None = None
+        self._host: tuple[SmallCopies, Sequence[Pair]] | None = None
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Copy on the current stream of the device; on the CPU it is done when this returns.
 
         Args:
-            sources, targets: the memories that `Place.memory` counts. They may lie elsewhere at every run.
+            sources, targets: the memories that `Place.memory` counts, at least as large as their regions reach. They
+                may lie elsewhere at every run.
         """
         if not self._pairs:
+            return
+        if all_on_cpu(sources) and all_on_cpu(targets):
+            if self._host is None:
+                self._host = split_small(self._pairs)
+            small, large = self._host
+            small.run(sources, targets)
+            copy_views(large, sources, targets)
             return
         device = _only_device(sources, targets)
         if device is None or device.type != "cuda":
             copy_views(self._pairs, sources, targets)
-            return
+        else:
+            self._on_device(device).run(sources, targets)
+
+    def _on_device(self, device: torch.device) -> "Launches":
         if self._launches is None or self._device != device:
             from wsync.copy_kernel import Launches
 
             self._launches, self._device = Launches(self._pairs, device), device
-        self._launches.run(sources, targets)
+        return self._launches
 
 
 def copy_views(pairs: Sequence[Pair], sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

@@ -12,8 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-from wsync.copies import Pair, copy_views
+from wsync.copies import copy_views
 from wsync.tiles import TILE, Kind, tables
+from wsync.traits import addresses
+from wsync.views import Pair
 
 _WARPS = 8
 _ALIGNMENT_BYTES = 16
@@ -41,31 +43,31 @@ class Launches:
         self._pairs, self._device = pairs, device
         self._others: Sequence[Pair] = ()
         self._tables: Mapping[Kind, torch.Tensor] = {}
-        self._addresses: tuple[int, ...] = ()
+        self._addresses: list[int] = []
         self._lists: Sequence[torch.Tensor] = ()
         self._alignment = 0
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Launch on the current stream. Tensors must be on the device of this object."""
-        addresses = tuple(tensor.data_ptr() for group in (sources, targets) for tensor in group)
-        if addresses != self._addresses:
-            self._move(addresses, len(sources))
+        found = addresses([*sources, *targets])
+        if found != self._addresses:
+            self._move(found, len(sources))
         with torch.cuda.device(self._device):
             for kind, table in self._tables.items():
                 _launch(kind, table, self._lists)
         if self._others:
             copy_views(self._others, sources, targets)
 
-    def _move(self, addresses: tuple[int, ...], num_sources: int) -> None:
+    def _move(self, found: list[int], num_sources: int) -> None:
         """Send the addresses to the device, and tables of other words if the memories are less aligned than before."""
-        alignment = math.gcd(_ALIGNMENT_BYTES, *addresses)
+        alignment = math.gcd(_ALIGNMENT_BYTES, *found)
         if self._alignment == 0 or alignment < self._alignment:
-            found, self._others = tables(self._pairs, CASTS, alignment)
-            self._tables = {kind: torch.from_numpy(table).to(self._device) for kind, table in found.items()}
+            rows, self._others = tables(self._pairs, CASTS, alignment)
+            self._tables = {kind: torch.from_numpy(table).to(self._device) for kind, table in rows.items()}
             self._alignment = alignment
-        both = torch.from_numpy(np.array(addresses, np.int64)).to(self._device)
+        both = torch.from_numpy(np.array(found, np.int64)).to(self._device)
         self._lists = both[:num_sources], both[num_sources:]
-        self._addresses = addresses
+        self._addresses = found
 
 
 def _launch(kind: Kind, table: torch.Tensor, lists: Sequence[torch.Tensor]) -> None:

@@ -7,13 +7,14 @@ target that is the flattened tensor too.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from wsync.errors import MismatchError, first_five
 from wsync.plan import TensorSpec
 from wsync.regions import Region
+from wsync.traits import Traits, traits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +71,9 @@ class Layout:
         """The layout of `tensor` now."""
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.data_ptr())
 
-    def same_shape(self, other: "Layout") -> bool:
-        """Whether a plan recorded for `other` fits; the address may differ."""
-        return (self.shape, self.strides, self.dtype) == (other.shape, other.strides, other.dtype)
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` still has this layout; it may have moved."""
+        return self.dtype == tensor.dtype and self.shape == tensor.shape and self.strides == tensor.stride()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +116,14 @@ class LoadPlan:
     problems: tuple[str, ...]
     """What the loader refused, one sentence each."""
 
+    _traits: Traits = field(init=False, repr=False, compare=False)
+    """Of `layouts`."""
+
+    def __post_init__(self) -> None:
+        layouts = self.layouts.values()
+        traits_then = ([one.dtype for one in layouts], [one.shape for one in layouts], [one.strides for one in layouts])
+        object.__setattr__(self, "_traits", traits_then)
+
     @property
     def copies(self) -> list[Copy]:
         """Writes that are replayed from arrived tensors."""
@@ -138,10 +147,12 @@ class LoadPlan:
 
     def check_layouts(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Raises `MismatchError` if a target is gone or changed its shape; it may have moved."""
+        if self.layouts.keys() <= targets.keys() and traits([targets[name] for name in self.layouts]) == self._traits:
+            return
         changed = [
             f"{name} ({_describe(layout)}, now {_describe(Layout.of(targets[name])) if name in targets else 'gone'})"
             for name, layout in self.layouts.items()
-            if name not in targets or not Layout.of(targets[name]).same_shape(layout)
+            if name not in targets or not layout.is_of(targets[name])
         ]
         if changed:
             raise MismatchError(

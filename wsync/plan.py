@@ -143,10 +143,14 @@ class Plan:
     bucket_bytes: int
     """The limit that the buckets were packed to, in bytes."""
 
+    nbytes: int = field(init=False, compare=False)
+    """Payload: bytes of all tensors, without padding."""
+
     _by_name: dict[str, TensorSpec] = field(init=False, repr=False, compare=False)
     _places: tuple[tuple[Place, ...], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", sum(spec.nbytes for spec in self.specs))
         object.__setattr__(self, "_by_name", {spec.name: spec for spec in self.specs})
         places = tuple(tuple(meta.place for meta in bucket.tensors) for bucket in self.buckets)
         object.__setattr__(self, "_places", places)
@@ -177,11 +181,6 @@ class Plan:
             for index, metas in packed.items()
         )
         return cls(specs=specs, buckets=buckets, bucket_bytes=bucket_bytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Payload: bytes of all tensors, without padding."""
-        return sum(spec.nbytes for spec in self.specs)
 
     @property
     def capacity(self) -> int:

@@ -20,11 +20,12 @@ from wsync.plan import TensorSpec
 from wsync.protocols import Loader
 from wsync.regions import Region, uncovered
 from wsync.strided import ascending
+from wsync.traits import any_inference
 
 
 def writable(targets: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Context to write `targets` in place: without autograd, in inference mode if they were made in it."""
-    return _writable(any(tensor.is_inference() for tensor in targets.values()))
+    return _writable(any_inference(list(targets.values())))
 
 
 @contextmanager

@@ -8,13 +8,14 @@ from itertools import islice
 
 import torch
 
-from wsync.copies import Copies, Pair
+from wsync.copies import Copies
 from wsync.errors import MismatchError, ProtocolError, first_five
 from wsync.loadplan import Copy, LoadPlan
 from wsync.plan import Bucket, Plan, TensorMeta
 from wsync.regions import Region
 from wsync.strided import cut, memory_view
-from wsync.views import Place, Views
+from wsync.traits import all_on_cpu
+from wsync.views import Pair, Place, Views
 
 Arrivals = Iterable[tuple[Bucket, Sequence[torch.Tensor]]]
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
@@ -89,7 +90,10 @@ def _lay_out(
     pairs: list[Pair] = []
     others = []
     for step in steps:
-        place, wire_dtype = places[step.tensor], bucket.tensors[step.tensor].dtype
+        place, meta = places[step.tensor], bucket.tensors[step.tensor]
+        if place.region.numel != meta.elements.numel:
+            raise ProtocolError(f"{meta.name} arrived with {place.region.numel} elements of {meta.elements.numel}")
+        wire_dtype = meta.dtype
         target_dtype = targets[step.target].dtype
         in_a_row = place.region.run_length == place.region.numel
         if not in_a_row or (place.dtype != wire_dtype and target_dtype != wire_dtype):
@@ -149,8 +153,9 @@ class Replay:
         finally:
             first.clear()
             stream.close()
-        for device in {target.device for target in self._targets.values() if target.device.type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
+        if not all_on_cpu(list(self._targets.values())):
+            for device in {target.device for target in self._targets.values() if target.device.type == "cuda"}:
+                torch.cuda.current_stream(device).synchronize()
         if leftover or self._parts:
             names = first_five([*leftover, *self._parts])
             raise ProtocolError(f"the engine's loader stopped before it had taken every tensor; it left {names}")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from wsync.copies import Pair
 from wsync.runs import IntArray
+from wsync.views import Pair
 
 TILE = 8192
 """Most elements in one row. Of 1024 to 16384 this was the best on an H200, by a few percent."""

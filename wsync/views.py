@@ -26,8 +26,13 @@ class Place:
     shape of the tensor."""
 
     def view(self, memory: torch.Tensor) -> torch.Tensor:
-        """The elements as a tensor of the region's sizes. No copy."""
-        return memory_view(as_dtype(memory, self.dtype), self.region)
+        """The elements as a tensor of the region's sizes, outside of autograd. No copy."""
+        return memory_view(as_dtype(memory.detach(), self.dtype), self.region)
+
+
+Pair = tuple[Place, Place]
+"""Source and target of a copy, of equal sizes: element i of the one goes to element i of the other, cast if dtypes
+differ."""
 
 
 class Views(Sequence[torch.Tensor]):

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from wsync.copies import Copies, Pair
+from wsync.copies import Copies
 from wsync.deadline import Deadline
 from wsync.gather import BucketGather, Packet, Part, align, aligned
 from wsync.group import Group
 from wsync.regions import Region
-from wsync.views import Place
+from wsync.views import Pair, Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

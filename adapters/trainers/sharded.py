@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wsync.adapters.trainers.exchange import Exchange, Layout, Piece, compile_exchange
 from wsync.adapters.trainers.glance import Glance
-from wsync.adapters.trainers.names import Held, Source, held_tensors, sources
+from wsync.adapters.trainers.names import Held, Source, held_tensors, left_out, sources
 from wsync.deadline import Deadline
 from wsync.digest import digest_part
 from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError, first_five
@@ -21,7 +21,7 @@ from wsync.gather import GatherPlan, aligned, holders_of
 from wsync.group import Group
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.regions import Region
-from wsync.strided import memory_view
+from wsync.strided import lacking_bytes, memory_view
 from wsync.views import Place, Views
 
 _Spot = tuple[str, Region]
@@ -43,6 +43,7 @@ class ShardedProducer:
         self._layouts: dict[str, Layout] = {}
         self._known: dict[Hashable, Layout] = {}
         self._parents: dict[str, str] = {}
+        self._left_out: dict[str, str | None] = {}
         self._pieces: dict[tuple[str, Region], Piece] = {}
         self._tensors: dict[str, torch.Tensor] | None = None
         self._plan: Plan | None = None
@@ -67,12 +68,11 @@ class ShardedProducer:
 
     def metadata(self) -> Sequence[TensorSpec]:
         """See `wsync.Producer`."""
-        tensors = self._look_up()
-        module = self._alive()
-        held = self._held(module)
-        found = self._sources(module, held)
+        held, tensors = self._look_up()
+        found = self._sources(self._alive(), held)
         self._parents = {source.name: source.parent for source in found}
         parents = set(self._parents.values())
+        self._left_out = left_out(held, parents)
         self._device = next((tensor.device for tensor, _ in tensors.values()), self._device)
         self._layouts = {name: layout for name, (_, layout) in tensors.items() if name in parents}
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -109,18 +109,23 @@ class ShardedProducer:
         module = self._alive()
         self._settle(module)
         glance = self._glance(module)
-        if glance is None or glance.key != self._glanced:
+        if glance is None or glance.key != self._glanced or not _all_plain(glance.tensors):
             return None
-        return {name: glance.tensors[number].detach() for name, number in self._numbers.items()}
+        return {name: glance.tensors[number] for name, number in self._numbers.items()}
 
     def _look_closely(self) -> dict[str, torch.Tensor]:
         """Raises `MismatchError` if they are not what they were at connect."""
-        tensors = self._look_up()
+        held, tensors = self._look_up()
         changed = [
             f"{name} (was {layout}, is {tensors[name][1] if name in tensors else 'gone'})"
             for name, layout in self._layouts.items()
             if name not in tensors or (tensors[name][1] is not layout and tensors[name][1] != layout)
         ]
+        for name, twin in left_out(held, set(self._parents.values())).items():
+            if name not in self._left_out:
+                changed.append(f"{name} (is new)")
+            elif self._left_out[name] not in (None, twin):
+                changed.append(f"{name} (was tied to {self._left_out[name]}, is not)")
         if changed:
             raise MismatchError(
                 f"{len(changed)} tensors of {self._kind} are no longer what they were at connect: "
@@ -225,15 +230,17 @@ class ShardedProducer:
             raise ClosedError(f"the {self._kind} that this session exports has been garbage collected")
         return module
 
-    def _look_up(self) -> dict[str, tuple[torch.Tensor, Layout]]:
-        """Local memory and layout of every parameter and buffer, as they are now."""
+    def _look_up(self) -> tuple[Mapping[str, Held], dict[str, tuple[torch.Tensor, Layout]]]:
+        """What is held, and its local memory and layout, as they are now."""
         module = self._alive()
         self._settle(module)
-        found = {}
+        all_held, found = self._held(module), {}
         with torch.no_grad():
-            for name, held in self._held(module).items():
+            for name, held in all_held.items():
                 _check_exportable(name, held.tensor)
                 local, placing = self._local(held.tensor) if held.start is None else (held.tensor, held.start)
+                _check_present(name, local)
+                local = _plain(local)
                 key = (held.shape, held.tensor.dtype, local.shape, local.stride(), placing)
                 layout = self._known.get(key)
                 if layout is None:
@@ -247,8 +254,8 @@ class ShardedProducer:
                         ),
                         memory=Region(0, tuple(local.shape), local.stride()),
                     )
-                found[name] = (local.detach(), layout)
-        return found
+                found[name] = (local, layout)
+        return all_held, found
 
     def _add_pieces(self, source: Source, layout: Layout) -> Iterable[Region]:
         """Regions of the engine-side tensor that are here, each entered as a piece."""
@@ -363,3 +370,25 @@ def _check_exportable(name: str, tensor: torch.Tensor) -> None:
         reason = f"is a {type(tensor).__name__}, whose bytes lie in other tensors; export those instead"
     if reason:
         raise UnsupportedError(f"{name} {reason}")
+
+
+def _check_present(name: str, local: torch.Tensor) -> None:
+    """Raise `MismatchError` if there is no memory behind `local`, or it is a shard to this producer's surprise."""
+    if isinstance(local, DTensor):
+        raise MismatchError(f"{name} is a DTensor: it was sharded after connect; connect again")
+    lacking = lacking_bytes(local)
+    if lacking:
+        raise MismatchError(
+            f"{name} has {local.nbytes} bytes, of which its storage lacks {lacking}: it was freed or offloaded; bring "
+            f"it back before a sync"
+        )
+
+
+def _all_plain(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether what each of them shows is what lies in its memory."""
+    return not (any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)))
+
+
+def _plain(local: torch.Tensor) -> torch.Tensor:
+    """`local` itself, or a copy if its memory holds the conjugate or the negative of what it shows."""
+    return local.detach().resolve_conj().resolve_neg()

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wsync.copies import Copies, Pair
+from wsync.copies import Copies, copy_views
 from wsync.regions import Region
 from wsync.strided import memory_view
 from wsync.tiles import MIN_RUN_BYTES, TILE, Kind, Table, tables
-from wsync.views import Place
+from wsync.views import Pair, Place
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = frozenset((a, b) for a in FLOATS for b in FLOATS if a != b)
@@ -55,7 +55,7 @@ def test_rows_are_the_copy(pair: Pair, alignment: int, seed: int) -> None:
     sources = [torch.randint(0, 120, (MEMORY_BYTES,), dtype=torch.uint8, generator=rng(seed)) for _ in range(2)]
     targets = [torch.randint(0, 120, (MEMORY_BYTES,), dtype=torch.uint8, generator=rng(seed + 1)) for _ in range(2)]
     expected = [memory.clone() for memory in targets]
-    Copies([pair]).run(sources, expected)
+    copy_views([pair], sources, expected)
     found, others = tables([pair], CASTS, alignment)
     replay(dict(found), sources, targets)
     if others:
@@ -64,6 +64,18 @@ def test_rows_are_the_copy(pair: Pair, alignment: int, seed: int) -> None:
     for got, wanted in zip(targets, expected, strict=True):
         assert torch.equal(got, wanted)
     assert all(kind.source.itemsize <= alignment for kind in found if kind.source == kind.target)
+
+
+@given(st.lists(pairs(), max_size=6), st.integers(0, 99))
+def test_small_copies_are_those_of_views(made: list[Pair], seed: int) -> None:
+    sources = [torch.randint(0, 120, (MEMORY_BYTES,), dtype=torch.uint8, generator=rng(seed)) for _ in range(2)]
+    targets = [torch.randint(0, 120, (MEMORY_BYTES,), dtype=torch.uint8, generator=rng(seed + 1)) for _ in range(2)]
+    expected = [memory.clone() for memory in targets]
+    for pair in made:  # one after the other: these may overlap
+        copy_views([pair], sources, expected)
+        Copies([pair]).run(sources, targets)
+    for got, wanted in zip(targets, expected, strict=True):
+        assert torch.equal(got, wanted)
 
 
 def test_a_large_tensor_is_cut_into_tiles_of_words() -> None:

@@ -249,3 +249,77 @@ def test_a_glance_is_not_enough_when_something_changed() -> None:
     module[1] = nn.Sequential(nn.Linear(8, 8))
     with pytest.raises(MismatchError, match=r"1\.weight"):
         producer.open()
+
+
+class Slots(nn.Module):
+    """Two places, of which one is empty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_parameter("first", nn.Parameter(torch.randn(8)))
+        self.register_parameter("second", None)
+
+
+def test_a_parameter_that_moved_to_an_empty_place_is_seen() -> None:
+    module = Slots()
+    producer, _ = prepared(module, 4096)
+    producer.open()
+    producer.close()
+    module._parameters.update(first=None, second=module._parameters["first"])
+    with pytest.raises(MismatchError, match=r"first .*gone.*second \(is new\)"):
+        producer.open()
+
+
+def test_a_parameter_that_was_added_is_named() -> None:
+    module = nn.Linear(4, 4)
+    producer, _ = prepared(module, 4096)
+    module.register_buffer("cache", torch.randn(4), persistent=False)  # no checkpoint has it
+    producer.open()
+    producer.close()
+    module.register_parameter("gain", nn.Parameter(torch.randn(4)))
+    with pytest.raises(MismatchError, match=r"gain \(is new\); connect again"):
+        producer.open()
+
+
+def test_a_tie_that_was_undone_is_named() -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    module[1].weight = module[0].weight
+    producer, plan = prepared(module, 4096)
+    assert [spec.name for spec in plan.specs] == ["0.weight"]
+    producer.open()
+    producer.close()
+    module[1].weight = nn.Parameter(torch.randn(4, 4))
+    with pytest.raises(MismatchError, match=r"1\.weight \(was tied to 0\.weight, is not\)"):
+        producer.open()
+
+
+def test_memory_that_was_freed_is_refused_before_anything_is_read() -> None:
+    module = nn.Linear(4, 4)
+    producer, plan = prepared(module, 4096)
+    producer.open()
+    producer.close()
+    module.weight.untyped_storage().resize_(0)
+    with pytest.raises(MismatchError, match=r"weight has 64 bytes, of which its storage lacks 64"):
+        producer.open()
+    module.weight.untyped_storage().resize_(64)
+    module.weight.data.normal_()
+    producer.open()
+    assert same_bits(filled(producer, plan)["weight"], module.weight)
+
+
+def test_what_is_conjugated_without_a_copy_is_referenced_as_it_shows() -> None:
+    module = nn.Module()
+    value = torch.randn(6, dtype=torch.complex64)
+    module.register_parameter("conjugate", nn.Parameter(value.conj()))
+    module.register_parameter("negative", nn.Parameter(torch._neg_view(torch.randn(6))))
+    producer, plan = prepared(module, 4096)
+    for _ in range(2):  # closely, then at a glance
+        producer.open()
+        found = producer.references(plan.buckets[0])
+        assert found is not None
+        for meta, tensor in zip(plan.buckets[0].tensors, found, strict=True):
+            assert not tensor.is_conj()
+            assert not tensor.is_neg()
+            assert same_bits(tensor, getattr(module, meta.name).detach().resolve_neg())
+        producer.close()
+        next(module.parameters()).data = torch.randn(6, dtype=torch.complex64).conj()
