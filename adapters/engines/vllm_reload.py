@@ -8,6 +8,7 @@ keeps what arrives until a layer is complete, and then repacks the layer into it
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -90,6 +91,10 @@ def begin(model: torch.nn.Module) -> None:
     """Restore the checkpoint's layout and wait for every tensor of the model."""
     from vllm.model_executor.model_loader.reload.layerwise import initialize_layerwise_reload
 
+    for layer in _experts(model):
+        if all(tensor.device.type != "cpu" for tensor in _parameters(layer).values()):
+            continue
+        layer.quant_method.process_weights_after_loading = partial(_process_experts, layer.quant_method)
     initialize_layerwise_reload(model)
 
 
@@ -101,9 +106,7 @@ def finish(model: torch.nn.Module, model_config: Any) -> None:
     for layer in _tied_layers(model):
         # vLLM repacks a tied weight for the layer under whose name it came, and forgets the other one's packed copy.
         layer.quant_method.process_weights_after_loading(layer)
-    for layer in model.modules():
-        if type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod":
-            _repack_experts(layer)
+    _release_experts(model)
 
 
 def rollback(model: torch.nn.Module) -> None:
@@ -125,6 +128,7 @@ def rollback(model: torch.nn.Module) -> None:
                 _unwrap(tensor)
         info.reset()
     layerwise.LOADING_LAYERS.clear()
+    _release_experts(model)
 
 
 def _checkpoint_layout(
@@ -182,16 +186,26 @@ def _tied_layers(model: torch.nn.Module) -> Iterator[Any]:
                 yield layer
 
 
-def _repack_experts(layer: Any) -> None:
-    """Pack the experts of vLLM's CPU build, which does that at launch only, and keep them where they lie."""
-    old = {name: tensor for name, tensor in _parameters(layer).items() if tensor.device.type == "cpu"}
-    if not old:
-        return
-    layer.quant_method.moe_kernel.fused_experts.process_weights_after_loading(layer)
-    for name, tensor in old.items():
-        if layer._parameters[name] is not tensor:
-            tensor.data.copy_(layer._parameters[name])
-            layer._parameters[name] = tensor
+def _experts(model: torch.nn.Module) -> Iterator[Any]:
+    """Layers of unquantised experts."""
+    for layer in model.modules():
+        if type(getattr(layer, "quant_method", None)).__name__ == "UnquantizedFusedMoEMethod":
+            yield layer
+
+
+def _process_experts(method: Any, layer: Any) -> None:
+    """Also pad and pack experts for vLLM's CPU build, which does that at launch only.
+
+    In the middle of a reload, before it copies the result to where the experts lie: padded ones are larger.
+    """
+    type(method).process_weights_after_loading(method, layer)
+    method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+
+def _release_experts(model: torch.nn.Module) -> None:
+    """Undo what `begin` did to experts."""
+    for layer in _experts(model):
+        vars(layer.quant_method).pop("process_weights_after_loading", None)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -36,7 +36,7 @@ def build(family: str, seed: int) -> Any:
     import transformers
 
     kind = family.removesuffix("-tied")
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
     config = getattr(transformers, f"{_CLASSES[kind]}Config")(
         hidden_size=128,
         intermediate_size=96,
