@@ -61,6 +61,15 @@ def offset_of(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset())
 
 
+def lacking_bytes(tensor: torch.Tensor) -> int:
+    """How many bytes the storage of `tensor` is too short: it was freed, say, under a tensor that kept its shape."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (offset_of(tensor) + last + 1) * tensor.itemsize
+    return max(0, needed - tensor.untyped_storage().nbytes())
+
+
 def memory_view(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     """A region of `tensor`'s memory, counted from its first element. No copy."""
     return tensor.as_strided(region.sizes, region.strides, offset_of(tensor) + region.offset)

@@ -6,7 +6,7 @@ the Hugging Face checkpoint: no wrapper prefixes, tied weights once, stacked exp
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +111,16 @@ def sources(module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
     persistent = {name: item for name, item in kept.items() if not item.optional}
     found = _checkpoint_layout(model, persistent) if _is_transformers(model) else _as_held(persistent)
     return [*found, *_as_held({name: item for name, item in kept.items() if item.optional})]
+
+
+def left_out(held: Mapping[str, Held], exported: Collection[str]) -> dict[str, str | None]:
+    """Each name in `held` that a checkpoint has and that is not exported -> the exported one that it is tied to."""
+    ties = {_identity(held[name].tensor): name for name in exported if name in held}
+    return {
+        name: ties.get(_identity(item.tensor))
+        for name, item in held.items()
+        if name not in exported and not item.optional
+    }
 
 
 def _is_wrapper(module: nn.Module, child: str) -> bool:
