@@ -13,7 +13,7 @@ from wsync import registry
 from wsync.background import Background
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
-from wsync.errors import ConfigError, MismatchError
+from wsync.errors import ConfigError, MismatchError, PeerError
 from wsync.group import Group
 from wsync.protocols import Engine, Producer
 from wsync.report import SyncReport
@@ -36,7 +36,7 @@ def sync(actor: object, engine: object, *, config: SyncConfig | None = None, ver
     Args:
         actor: a module (plain, DDP, FSDP1, FSDP2, with LoRA adapters), a DeepSpeed engine, the folder of a safetensors
             checkpoint, or an object that meets `wsync.Producer`.
-        engine: a `vllm.LLM`, a Hugging Face model, an object that meets `wsync.Engine`, a list of these, or None on
+        engine: a `vllm.LLM` or `AsyncLLM`, an `sglang.Engine`, a Hugging Face model, an object that meets `wsync.Engine`, a list of these, or None on
             ranks that own no engine.
         config: settings, the same on every rank; default `SyncConfig()`.
         version: number that the engine serves afterwards; default: one more than before.
@@ -102,7 +102,7 @@ def _sync(actor: object, engine: object, config: SyncConfig, version: int | None
     key, session = _session_of(actor, engine, config)
     try:
         return session.sync(version)
-    except MismatchError:  # the actor is no longer what it was at connect
+    except (MismatchError, PeerError):  # one side is perhaps no longer what it was at connect
         _drop(key)
         raise
 

@@ -133,15 +133,9 @@ class WorkerEngine(ABC):
     def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
         """Give every worker the plan and its receiver: worker i connects as `first_index + i`."""
         self._fence("attach", deadline)
-        message = {
-            "plan": plan,
-            "ticket": ticket,
-            "first_index": first_index,
-            "timeout_s": deadline.timeout_s,
-            "void": self._void,
-        }
+        message = {"plan": plan, "ticket": ticket, "first_index": first_index, "void": self._void}
         self._attachment = None
-        self._ask("attach", message, deadline)
+        self._ask("attach", {**message, "timeout_s": deadline.timeout_s}, deadline)
         self._attachment = ticket.address
 
     @property
@@ -159,8 +153,14 @@ class WorkerEngine(ABC):
             raise EngineStateError(f"{self.name} was given version {self._newest}; {version} is not newer")
         message = {"version": version, "attempt": attempt, "timeout_s": deadline.timeout_s, "digest": digest}
         self._attempt, self._taking = attempt, version
-        self.guard(self._reason_not_to_serve())
-        self._update = Background(f"{self.name} to load version {version}", lambda: self._ask("update", message, None))
+        try:
+            self.guard(self._reason_not_to_serve())
+            work = f"{self.name} to load version {version}"
+            self._update = Background(work, lambda: self._ask("update", message, None))
+        except BaseException:  # no thread, say
+            self._attempt, self._abandoned = None, attempt
+            self.guard(self._reason_not_to_serve())
+            raise
 
     def join(self, deadline: Deadline) -> Sequence[Loaded]:
         """Wait until every worker has loaded all of it, and hear what each one says."""

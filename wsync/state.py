@@ -74,7 +74,11 @@ class StateMachine:
                     f"version {version} is not newer than version {self._state.version}; versions only grow"
                 )
             self._attempt = _Attempt(attempt, version, self._state)
-            self._set(State(kind="updating", version=self._state.version))
+            try:
+                self._set(State(kind="updating", version=self._state.version))
+            except BaseException as error:
+                self.end(attempt, f"{type(error).__name__}: {error}")
+                raise
 
     def check(self, attempt: str) -> None:
         """Raises `EngineStateError` if `attempt` is not the one under way: it was aborted meanwhile."""

@@ -32,6 +32,7 @@ from wsync.record import record, writable
 from wsync.replay import Arrivals, Replay, Routine
 from wsync.report import Stopwatch
 from wsync.state import State, StateMachine
+from wsync.strided import lacking_bytes
 from wsync.verify import check_launch_weights
 
 Message = Mapping[str, Any]
@@ -183,7 +184,7 @@ class Worker:
             raise EngineStateError(f"no sender is attached; attach before version {version}")
         try:
             self._states.begin(version, attempt)
-        except EngineStateError as error:
+        except BaseException as error:
             if self.state.kind != "updating":  # else the sender is that of the attempt that runs
                 attachment.failed = True
                 attachment.receiver.fail(f"{type(error).__name__}: {error}")
@@ -202,6 +203,7 @@ class Worker:
         with watch.stage("load"):
             loader.begin()
             targets = loader.targets()
+            _check_present({name: targets[name] for name in attachment.routine.load.layouts if name in targets})
             arrivals = self._arrivals(attachment, attempt, deadline, digests, watch)
             with writable(targets):
                 Replay(attachment.routine, targets).run(
@@ -270,6 +272,16 @@ class Worker:
             "nbytes": data.numel(),
             "data": data[start : start + count].cpu().numpy().tobytes(),
         }
+
+
+def _check_present(targets: Mapping[str, torch.Tensor]) -> None:
+    """Raise `MismatchError` if there is no memory to write to."""
+    freed = [name for name, tensor in targets.items() if not tensor.data_ptr() and lacking_bytes(tensor)]
+    if freed:
+        raise MismatchError(
+            f"the memory of {len(freed)} parameter(s) of the engine was freed: {first_five(freed)}; bring it back "
+            f"before a sync"
+        )
 
 
 class _Digests:

@@ -327,3 +327,26 @@ def test_rank_and_world_size_come_together_and_with_a_store() -> None:
 def test_a_wrong_setting_says_what_is_right(field: str, value: object, words: str) -> None:
     with pytest.raises(wsync.ConfigError, match=words):
         wsync.SyncConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_an_engine_that_changed_since_connect_is_taken_by_the_next_sync() -> None:
+    actor, engine = Net(1), Net(2)
+    wsync.sync(actor, engine)
+    engine.to(torch.bfloat16)
+    with pytest.raises(wsync.PeerError, match="parameters changed since the load plan was made"):
+        wsync.sync(actor, engine)
+    assert HFEngine(engine).version() == 1
+    assert wsync.sync(actor, engine).version == 2
+    assert torch.equal(engine.head.weight, actor.head.weight.to(torch.bfloat16))
+
+
+def test_an_engine_whose_memory_was_freed_is_refused_before_a_byte_is_written() -> None:
+    actor, engine = Net(1), Net(2)
+    wsync.sync(actor, engine)
+    engine.head.weight.untyped_storage().resize_(0)
+    with pytest.raises(wsync.PeerError, match=r"memory of 1 parameter\(s\) of the engine was freed: .*head\.weight"):
+        wsync.sync(actor, engine)
+    assert HFEngine(engine).version() == 1
+    engine.head.weight.untyped_storage().resize_(4 * engine.head.weight.numel())
+    wsync.sync(actor, engine)
+    assert same(actor, engine)

@@ -380,3 +380,22 @@ def test_a_failure_ends_the_attachment(engine: FakeEngine) -> None:
     with pytest.raises(PeerError):
         engine.sync(2)
     assert engine.attachment is None
+
+
+def test_a_begin_that_fails_to_start_leaves_nothing_under_way(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.version()
+
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("wsync.engine.Background", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            engine.begin(1, "a", soon(), digest=False)
+    engine.abort("a", "no thread", soon())
+    assert engine.reason is None, "it serves the old version"
+    engine.sync(2)
+    assert engine.version() == 2
+    assert "abort" in engine.calls, "the workers were not told that attempt a is over"

@@ -249,3 +249,25 @@ def test_a_bad_frame_is_an_error_reply(method: str, payload: bytes) -> None:
     assert isinstance(reply, dict)
     assert set(reply) == {"error"}
     assert worker.state == State()
+
+
+def test_an_engine_that_fails_as_it_hears_of_an_update_stays_as_it_was() -> None:
+    with rig() as r:
+        heard: list[str] = []
+
+        def broken(state: State) -> None:
+            heard.append(state.kind)
+            if heard == ["updating"]:
+                raise ValueError("the gate is stuck")
+
+        r.worker = Worker(r.loader, on_state=broken)
+        r.attach(checkpoint(0))
+        updating = r.update(1, "a")
+        with pytest.raises(PeerError, match="ValueError: the gate is stuck"):
+            r.send(checkpoint(1))
+        with pytest.raises(Failed, match="ValueError: the gate is stuck"):
+            updating.result(TIMEOUT_S)
+        assert r.worker.state == State()
+        r.attach(checkpoint(0))
+        r.sync(checkpoint(2), 2, "b")
+        assert_holds(r.loader, checkpoint(2))
