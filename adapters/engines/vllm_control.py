@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -82,6 +83,7 @@ class VLLMControl(WorkerEngine):
         super().__init__()
         self.name = f"vLLM {_check_version(type(self), allow_untested)}"
         self._llm_ref = weakref.ref(llm)
+        self._guarding = threading.Lock()
         self._held = False
         self._dead: str | None = None
         self._pidfds: dict[int, int] = {}
@@ -118,6 +120,15 @@ class VLLMControl(WorkerEngine):
 
     def guard(self, reason: str | None) -> None:
         """Refuse to add or run requests with `EngineStateError(reason)`; None: leave no trace of that."""
+        with self._guarding:
+            self._put_guard(reason)
+
+    def lift_guard(self) -> None:
+        """Take away a guard for which there is no reason any more: an answer that was late has come."""
+        with self._guarding:  # a sync may begin on another thread at this moment: it must not lose its guard
+            self._put_guard(self._reason_not_to_serve())
+
+    def _put_guard(self, reason: str | None) -> None:
         llm = self._llm_ref()
         if llm is None:
             return
@@ -220,7 +231,7 @@ class _Refusal:
         reason = self._engine._reason_not_to_serve()
         if reason is not None:
             raise EngineStateError(reason)
-        self._engine.guard(None)  # an answer that was late has come
+        self._engine.lift_guard()
         return getattr(self._engine._front(self._engine._llm()), self._name)(*args, **kwargs)
 
 

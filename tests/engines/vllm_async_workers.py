@@ -257,7 +257,7 @@ async def ended(setups: list[Setup]) -> Facts:
     facts: Facts = {"shut down": await caught(setup.sync("a"))}
     remembered = weakref.ref(setup.llm)
     del setup
-    gc.collect()
+    await asyncio.to_thread(gc.collect)  # which also has the thread of the last sync let go of it
     facts["collected"] = remembered() is None
     facts["gone"] = await caught(asyncio.to_thread(session.sync))
     await asyncio.to_thread(session.close)
