@@ -5,7 +5,6 @@ One set of ranks goes through all cases of its size; each case is then a test of
 
 from collections.abc import Callable
 from importlib import import_module
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +31,6 @@ from wsync.errors import UnsupportedError
 from wsync.registry import find_trainer
 from wsync.testing.ranks import Rank, run_ranks
 
-pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason='needs pip install "wsync-rl[deepspeed]"')
 
 SLOW = ["zero0", "zero2 tied", "zero3", "zero3 all persists", "zero3 hpz"]
 QUICK = [name for name in KINDS if name not in SLOW]
