@@ -36,8 +36,8 @@ def sync(actor: object, engine: object, *, config: SyncConfig | None = None, ver
     Args:
         actor: a module (plain, DDP, FSDP1, FSDP2, with LoRA adapters), a DeepSpeed engine, the folder of a safetensors
             checkpoint, or an object that meets `wsync.Producer`.
-        engine: a `vllm.LLM` or `AsyncLLM`, an `sglang.Engine`, a Hugging Face model, an object that meets `wsync.Engine`, a list of these, or None on
-            ranks that own no engine.
+        engine: a `vllm.LLM` or `AsyncLLM`, an `sglang.Engine`, a Hugging Face model, an object that meets
+            `wsync.Engine`, a list of these, or None on ranks that own no engine.
         config: settings, the same on every rank; default `SyncConfig()`.
         version: number that the engine serves afterwards; default: one more than before.
 
