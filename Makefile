@@ -52,7 +52,7 @@ test-all: setup-all
 check: setup-trainers
 	@scripts/check -m 'not vllm and not sglang and not matrix'
 
-bench: setup-hf
+bench: setup-trainers
 	@.venv/bin/python -m pytest benchmarks
 
 clean:

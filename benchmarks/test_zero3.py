@@ -1,7 +1,6 @@
 """ZeRO-3 on two gloo ranks: wsync against DeepSpeed's `GatheredParameters`, one by one and at once."""
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -17,7 +16,6 @@ RANKS = 2
 ROUNDS = 5
 KIB = 1 << 10
 TIMER = TakenElsewhere()
-pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason='needs pip install "wsync-rl[deepspeed]"')
 
 
 @pytest.mark.benchmark(timer=TIMER)

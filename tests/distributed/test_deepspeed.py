@@ -31,7 +31,6 @@ from wsync.errors import UnsupportedError
 from wsync.registry import find_trainer
 from wsync.testing.ranks import Rank, run_ranks
 
-
 SLOW = ["zero0", "zero2 tied", "zero3", "zero3 all persists", "zero3 hpz"]
 QUICK = [name for name in KINDS if name not in SLOW]
 ON_THREE = ["zero3", "zero3 bf16 tied", "zero3 moe nothing persists"]
