@@ -32,7 +32,7 @@ def expected(models: Path) -> Expected:
 
 @pytest.fixture(scope="module")
 def facts(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    return facts_of("tests.engines.vllm_async_workers", models, tmp_path_factory.mktemp("async"))[0]
+    return facts_of("tests.engines.vllm_async_workers", models, tmp_path_factory.mktemp("async"), TIMEOUT_S=800.0)[0]
 
 
 @pytest.mark.parametrize(("part", "workers"), [("update", 1), ("update tp 2", 2)])

@@ -38,10 +38,12 @@ def run_program(
         pytest.fail(f"{module}: exit code {code}\n{log.read_text(errors='replace')[-6000:]}", pytrace=False)
 
 
-def facts_of(module: str, models: Path, folder: Path, *, ranks: int = 1) -> list[dict[str, Any]]:
+def facts_of(
+    module: str, models: Path, folder: Path, *, ranks: int = 1, TIMEOUT_S: float = 400.0
+) -> list[dict[str, Any]]:
     """What a program that writes JSON found out, by rank."""
     out = folder / "facts.json"
-    run_program(module, [models, out], folder / "log.txt", ranks=ranks)
+    run_program(module, [models, out], folder / "log.txt", ranks=ranks, TIMEOUT_S=TIMEOUT_S)
     files = [out] if ranks == 1 else [out.with_name(f"{out.name}.{rank}") for rank in range(ranks)]
     return [json.loads(file.read_text()) for file in files]
 
