@@ -27,6 +27,7 @@ import torch
 from wsync import wire
 from wsync.deadline import Deadline
 from wsync.errors import ClosedError, PeerError, ProtocolError, SyncTimeout, UnsupportedError, WsyncError
+from wsync.transports.link import not_for_children
 
 FOREVER_S = 1e9
 """For waits that only the peer's death ends."""
@@ -91,6 +92,7 @@ class _Channel:
 
     def __init__(self) -> None:
         self._socket, theirs = socket.socketpair()
+        not_for_children(self._socket)
         command = [sys.executable, "-m", "wsync.adapters.engines.hf_worker", str(theirs.fileno())]
         with theirs:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])

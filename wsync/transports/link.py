@@ -26,7 +26,7 @@ MAX_BYTES = 1 << 20
 _VANISHED_S = 15
 _PROBES = 3
 _own: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
-"""TCP sockets of links of this process."""
+"""Sockets that a forked child of this process has no business with."""
 
 _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 
@@ -48,7 +48,7 @@ class Link:
             self.peer = f"{peer} (pid {pid})"
         else:
             self.peer = f"{peer} at {_keep_alive(sock, peer)}"
-            _not_for_children(sock)
+            not_for_children(sock)
         self._sock = sock
         self._reader = FrameReader(sock, max_bytes, peer=self.peer)
         self._sending = threading.Lock()
@@ -144,7 +144,7 @@ def _keep_alive(sock: socket.socket, peer: str) -> str:
         raise PeerError(f"lost the connection to {peer}: {error.strerror or error}") from error
 
 
-def _not_for_children(sock: socket.socket) -> None:
+def not_for_children(sock: socket.socket) -> None:
     """A child that is forked later closes its copy: else the peer would hear of this process's death from it only."""
     _register()
     _own.add(sock)
