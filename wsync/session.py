@@ -25,7 +25,7 @@ import torch
 
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
-from wsync.errors import ClosedError, ConfigError, DigestError, WsyncError, first_five
+from wsync.errors import ClosedError, ConfigError, DigestError, EngineStateError, WsyncError, first_five
 from wsync.group import Group
 from wsync.handshake import Agreement, connect_ranks
 from wsync.lines import Line, open_lines
@@ -218,6 +218,11 @@ class Session:
         deadline = self._deadline()
         for engine in self.engines:
             engine.pause(self.config.pause, deadline)
+        lost = [engine.name for line in self._lines if not line.intact for engine in line.engines]
+        if lost:
+            raise EngineStateError(
+                f"{first_five(lost)}: another session took the engine since this one began; sync again"
+            )
         for engine in self.engines:
             engine.begin(version, attempt, deadline, digest=self.config.verify == "digest")
 

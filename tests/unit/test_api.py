@@ -350,3 +350,26 @@ def test_an_engine_whose_memory_was_freed_is_refused_before_a_byte_is_written() 
     engine.head.weight.untyped_storage().resize_(4 * engine.head.weight.numel())
     wsync.sync(actor, engine)
     assert same(actor, engine)
+
+
+def test_an_engine_that_another_session_takes_in_the_middle_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, engine = Net(1), Net(3), Net(2)
+    pause = HFEngine.on_pause
+    with wsync.connect(first, engine) as one, wsync.connect(second, engine) as two:
+        one.sync()
+
+        def taken(self: HFEngine, mode: Any, deadline: Deadline) -> None:
+            two._attach()
+            pause(self, mode, deadline)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(HFEngine, "on_pause", taken)
+            with pytest.raises(wsync.EngineStateError, match="another session took the engine"):
+                one.sync()
+        assert HFEngine(engine).version() == 1, "the worker began to read from the other session's sender"
+        assert same(first, engine)
+        engine(torch.randn(1, 32))
+        two.sync()
+        assert same(second, engine)
+        one.sync()
+        assert same(first, engine)
