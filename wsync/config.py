@@ -33,7 +33,8 @@ class SyncConfig:
     """Longest wait, in seconds, for any single peer, rank or engine call before an error is raised."""
 
     pause: PauseMode = "wait"
-    """What happens to requests in flight: "abort" ends them, "wait" lets them finish, "keep" freezes them.
+    """What happens to requests in flight: "abort" ends them, "wait" lets them finish, "keep" freezes them. With "keep"
+    they go on after the sync: tokens so far stay, and their caches are computed anew with the new weights.
 
     A `vllm.LLM` works on requests only while one of its methods runs. So nothing is in flight during a sync but what
     `enqueue` added, and with "wait" that is an `EngineStateError` which says so, raised before anything moves: call
