@@ -263,7 +263,7 @@ def kit(setup: Setup) -> Facts:
         with tempfile.TemporaryDirectory() as folder:
             actor.save_pretrained(folder)
             setup.load_fresh(Path(folder))
-        wanted = setup.live()
+            wanted = setup.live()  # every rank has read the folder by then; SGLang answers for the first one only
         return {name: (live[name], wanted[name]) for name in live}
 
     bench = EngineBench(
