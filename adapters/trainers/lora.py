@@ -89,9 +89,6 @@ class LoRAProducer(ShardedProducer):
         self._factors.close()
         self._whole, self._merged = {}, {}
 
-    def _glance(self, module: nn.Module) -> None:
-        """Adapters are switched by attributes, which no glance sees."""
-
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         held = super()._held(module)
         self._tuned = tuned = examine(module, list(held))
@@ -153,9 +150,6 @@ class LoRAFactors(ShardedProducer):
             found |= {meta.name: tensor for meta, tensor in zip(bucket.tensors, tensors, strict=True)}
         return found
 
-    def _glance(self, module: nn.Module) -> None:
-        """See `LoRAProducer`."""
-
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         held = super()._held(module)
         return {name: held[name] for name in examine(module, list(held)).factors()}
@@ -170,7 +164,9 @@ class LoRAFactors(ShardedProducer):
 def combined(lora: type[ShardedProducer], module: nn.Module) -> type[ShardedProducer]:
     """What `lora` exports, with the regions of the producer for the way in which `module` is sharded."""
     sharding = next(kind for kind in _SHARDINGS if cast(Any, kind).matches(module))
-    return type(f"{lora.__name__}Over{sharding.__name__}", (lora, sharding), {})
+    # Adapters are switched and scaled by attributes, which no glance sees.
+    look_closely = {"_glance": ShardedProducer._glance}
+    return type(f"{lora.__name__}Over{sharding.__name__}", (lora, sharding), look_closely)
 
 
 def _untie(held: Mapping[str, Held], terms: Mapping[str, tuple[Term, ...]]) -> dict[str, Held]:

@@ -132,9 +132,11 @@ class ShardedProducer:
                 f"{first_five(changed)}; connect again"
             )
         glance = self._glance(self._alive())
-        if glance is not None and len(glance.tensors) == len(tensors):
-            self._glanced = glance.key
-            self._numbers = {name: number for number, name in enumerate(tensors) if name in self._layouts}
+        if glance is not None:
+            numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
+            if all(id(held[name].tensor) in numbers for name in self._layouts):
+                self._glanced = glance.key
+                self._numbers = {name: numbers[id(held[name].tensor)] for name in self._layouts}
         return {name: tensors[name][0] for name in self._layouts}
 
     def references(self, bucket: Bucket) -> Sequence[torch.Tensor] | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.unit.lora_models import MERGEABLE, Zoo, config, merged, randomised
 from wsync.adapters.trainers.lora import LoRAProducer
+from wsync.adapters.trainers.lora_adapter import AdapterProducer
 from wsync.adapters.trainers.module import ModuleProducer
 from wsync.digest import digest, word_bytes
 from wsync.errors import MismatchError, UnsupportedError
@@ -239,3 +240,22 @@ def test_another_active_adapter_needs_another_connect() -> None:
     model.set_adapter("other")
     with pytest.raises(MismatchError, match=r"other active adapters than at connect: table\.weight"):
         producer.open()
+
+
+@pytest.mark.parametrize("kind", [LoRAProducer, AdapterProducer])
+def test_a_scaling_that_changed_is_seen_also_where_module_and_adapter_have_as_many_tensors(kind: Any) -> None:
+    # A base weight and two factors; two factors and their scaling.
+    model: Any = get_peft_model(nn.Sequential(nn.Linear(8, 8, bias=False)), config(target_modules=["0"]))
+    randomised(model, 1)
+    producer = kind(model)
+    plan = Plan.pack(producer.metadata(), 4096)
+    producer.prepare(plan, [0], Group(0, 1, None, 5.0))
+    brought = []
+    for scaling in (1.0, 2.0, 4.0):
+        model.base_model.model[0].scaling["default"] = scaling
+        fresh = kind(model)
+        fresh.prepare(Plan.pack(fresh.metadata(), 4096), [0], Group(0, 1, None, 5.0))
+        brought.append(synced(producer, plan))
+        expected = synced(fresh, plan)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in brought[-1].items())
+    assert any(not torch.equal(tensor, brought[0][name]) for name, tensor in brought[1].items())
