@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from wsync.adapters.trainers.names import WRAPPER_CHILDREN
 from wsync.errors import ConfigError, MismatchError, UnsupportedError, first_five
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 Stamp = tuple[int, int, int]
 """Inode, size in bytes and time of the last change, in ns."""
@@ -138,7 +138,7 @@ def mapped(folder: Path) -> dict[str, torch.Tensor]:
 
 def engine_name(name: str) -> str:
     """`name` without what wrappers of DDP, `torch.compile`, FSDP1 and activation checkpointing add to it."""
-    parts = [part for part in name.split(".") if part not in _WRAPPERS]
+    parts = [part for part in name.split(".") if part not in WRAPPER_CHILDREN]
     return ".".join(parts[1:] if parts[0] == "module" and len(parts) > 1 else parts)
 
 

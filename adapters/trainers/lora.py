@@ -19,7 +19,7 @@ from wsync.adapters.trainers.fsdp1 import FSDP1Producer
 from wsync.adapters.trainers.lora_layers import Term, Tuned, examine, is_tuned
 from wsync.adapters.trainers.lora_merge import check_mergeable, merge
 from wsync.adapters.trainers.module import ModuleProducer
-from wsync.adapters.trainers.names import Held, Source, sources
+from wsync.adapters.trainers.names import Held, Source, as_held, sources
 from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.deadline import Deadline
 from wsync.errors import MismatchError, first_five
@@ -146,7 +146,7 @@ class LoRAFactors(ShardedProducer):
                 self.stage(bucket, slot)
                 group.agree("LoRA factors", None, Deadline.after(group.timeout_s))
                 self.fill(bucket, slot)
-                tensors = [view for _, view in bucket.views(slot)]
+                tensors = plan.views(bucket, slot)
             found |= {meta.name: tensor for meta, tensor in zip(bucket.tensors, tensors, strict=True)}
         return found
 
@@ -155,10 +155,7 @@ class LoRAFactors(ShardedProducer):
         return {name: held[name] for name in examine(module, list(held)).factors()}
 
     def _sources(self, module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
-        return [
-            Source(name=name, shape=item.shape, parent=name, region=Region.whole(item.shape), optional=False)
-            for name, item in held.items()
-        ]
+        return as_held(held)
 
 
 def combined(lora: type[ShardedProducer], module: nn.Module) -> type[ShardedProducer]:

@@ -9,11 +9,10 @@ from torch import nn
 
 from wsync.adapters.trainers.lora import combined
 from wsync.adapters.trainers.lora_layers import Term, Tuned, examine, is_tuned
-from wsync.adapters.trainers.names import Held, Source
+from wsync.adapters.trainers.names import Held, Source, as_held
 from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.errors import UnsupportedError, first_five
 from wsync.plan import TensorSpec
-from wsync.regions import Region
 
 _PREFIX = "base_model.model."
 SCALING = "lora_scaling"
@@ -42,17 +41,14 @@ class AdapterProducer(ShardedProducer):
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         held = super()._held(module)
         tuned = examine(module, list(held))
-        found = {name: held[raw] for name, raw in adapter_names(tuned).items()}
+        found = {name: replace(held[raw], optional=False) for name, raw in adapter_names(tuned).items()}
         device = next((item.tensor.device for item in found.values()), torch.device("cpu"))
         for name, term in adapter_scalings(tuned).items():
             found[name] = Held(tensor=torch.tensor(term.scaling, device=device), shape=(), optional=False)
         return found
 
     def _sources(self, module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
-        return [
-            Source(name=name, shape=item.shape, parent=name, region=Region.whole(item.shape), optional=False)
-            for name, item in held.items()
-        ]
+        return as_held(held)
 
 
 def adapter_names(tuned: Tuned) -> dict[str, str]:

@@ -20,7 +20,9 @@ from wsync.errors import UnsupportedError, first_five
 from wsync.extras import importing
 from wsync.regions import Region
 
-_WRAPPER_CHILDREN = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+WRAPPER_CHILDREN = ("_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
+"""What FSDP1, `torch.compile` and activation checkpointing call the module that they wrap."""
+
 _MODULE_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
@@ -109,8 +111,8 @@ def sources(module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
     model = unwrap(module)
     kept = _without_ties(model, held)
     persistent = {name: item for name, item in kept.items() if not item.optional}
-    found = _checkpoint_layout(model, persistent) if _is_transformers(model) else _as_held(persistent)
-    return [*found, *_as_held({name: item for name, item in kept.items() if item.optional})]
+    found = _checkpoint_layout(model, persistent) if _is_transformers(model) else as_held(persistent)
+    return [*found, *as_held({name: item for name, item in kept.items() if item.optional})]
 
 
 def left_out(held: Mapping[str, Held], exported: Collection[str]) -> dict[str, str | None]:
@@ -124,7 +126,7 @@ def left_out(held: Mapping[str, Held], exported: Collection[str]) -> dict[str, s
 
 
 def _is_wrapper(module: nn.Module, child: str) -> bool:
-    return child in _WRAPPER_CHILDREN or (child == "module" and isinstance(module, _MODULE_WRAPPERS))
+    return child in WRAPPER_CHILDREN or (child == "module" and isinstance(module, _MODULE_WRAPPERS))
 
 
 def _without_ties(model: nn.Module, held: Mapping[str, Held]) -> dict[str, Held]:
@@ -153,7 +155,8 @@ def _identity(tensor: torch.Tensor) -> object:
     return storage, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
-def _as_held(held: Mapping[str, Held]) -> list[Source]:
+def as_held(held: Mapping[str, Held]) -> list[Source]:
+    """Each tensor as it is held, under its own name."""
     return [
         Source(
             name=name,
