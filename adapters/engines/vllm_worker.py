@@ -8,7 +8,6 @@ writes into them. *Reload*: vLLM repacked weights after it loaded them (its CPU 
 that nothing can be written in place; then vLLM's layerwise reload takes every tensor.
 """
 
-import json
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from wsync import wire
 from wsync.adapters.engines import vllm_reload
+from wsync.adapters.engines.launch_files import safetensors_files, stream
 from wsync.errors import EngineStateError, first_five
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
@@ -133,8 +132,8 @@ class VLLMLoader:
         folder = Path(worker.model_config.model)
         if worker.load_config.load_format == "dummy" or self.repacked or not folder.is_dir():
             return None
-        files = _weight_files(folder)
-        return _stream(files) if files else None
+        files = safetensors_files(folder)
+        return stream(files) if files else None
 
     def settle(self) -> None:
         """A new connection: wherever parameters lie now is where they must stay."""
@@ -233,17 +232,3 @@ def _process_attention(model: torch.nn.Module, model_config: Any) -> None:
             process = getattr(layer, "process_weights_after_loading", None)
             if process is not None:
                 process(model_config.dtype)
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    return sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
-
-
-def _stream(files: Sequence[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dict: it cannot be iterated
-                yield name, opened.get_tensor(name)
