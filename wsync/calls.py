@@ -14,12 +14,9 @@ from concurrent.futures import Future
 from typing import Any
 
 from wsync import errors
-from wsync.deadline import Deadline
+from wsync.deadline import FOREVER_S, Deadline
 from wsync.errors import ClosedError, PeerError, ProtocolError, WsyncError
 from wsync.transports.link import Link, wait_any
-
-FOREVER_S = 1e9
-"""For waits that only the peer's death ends."""
 
 _KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, WsyncError)}
 

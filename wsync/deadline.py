@@ -5,6 +5,9 @@ from dataclasses import dataclass
 
 from wsync.errors import SyncTimeout
 
+FOREVER_S = 1e9
+"""For waits that only the other side's death ends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Deadline:

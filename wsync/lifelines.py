@@ -12,13 +12,12 @@ from contextlib import suppress
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from wsync.deadline import Deadline
+from wsync.deadline import FOREVER_S, Deadline
 from wsync.errors import PeerError, ProtocolError, WsyncError
 from wsync.protocols import Ticket
 from wsync.transports.link import Link, address_of, wait_any
 from wsync.transports.listener import Listener, Welcome, connect, listen_at, new_ticket
 
-_FOREVER_S = 1e9
 _CONNECT_S = 30.0
 _SEND_S = 1.0
 
@@ -100,7 +99,7 @@ class Lifelines:
         try:
             while not self._closed and (self._links or listener is not None):
                 filenos = [fd for link in self._links.values() for fd in link.filenos()]
-                wait_any([*filenos, *(listener.filenos() if listener else ())], Deadline.after(_FOREVER_S), "ranks")
+                wait_any([*filenos, *(listener.filenos() if listener else ())], Deadline.after(FOREVER_S), "ranks")
                 if listener is not None and not self._closed:
                     self._admit(listener)
                     if not listener.absent:

@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Any
 
 from wsync import registry
-from wsync.calls import FOREVER_S, words_of
-from wsync.deadline import Deadline
+from wsync.calls import words_of
+from wsync.deadline import FOREVER_S, Deadline
 from wsync.errors import ConfigError, EngineStateError, ProtocolError, WsyncError
 from wsync.gate import Gate
 from wsync.protocols import Engine, Ticket

@@ -25,12 +25,9 @@ from typing import Any, cast
 import torch
 
 from wsync import wire
-from wsync.deadline import Deadline
+from wsync.deadline import FOREVER_S, Deadline
 from wsync.errors import ClosedError, PeerError, ProtocolError, SyncTimeout, UnsupportedError, WsyncError
 from wsync.transports.link import not_for_children
-
-FOREVER_S = 1e9
-"""For waits that only the peer's death ends."""
 
 _EXIT_TIMEOUT_S = 10.0
 

@@ -19,8 +19,7 @@ from torch import nn
 from wsync import wire
 from wsync.adapters.engines.hf_memory import own_memory
 from wsync.adapters.engines.hf_model import LocalModel
-from wsync.adapters.engines.hf_process import FOREVER_S
-from wsync.deadline import Deadline
+from wsync.deadline import FOREVER_S, Deadline
 from wsync.errors import PeerError, WsyncError
 from wsync.extras import importing
 

@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from wsync.deadline import Deadline
+from wsync.deadline import FOREVER_S, Deadline
 from wsync.transports.collective_group import Mover
 from wsync.transports.link import Link, wait_any
 
 FRAME_TIMEOUT_S = 10.0
-_FOREVER_S = 1e9
 _LEAVE_S = 2.0
 """How long, in seconds, a thread that may be stuck in the backend is waited for; and how long the backend's error
 waits for the reason, which comes over the link."""
@@ -35,7 +34,7 @@ class End:
 
         def run() -> None:
             while open_links := links():
-                wait_any([fd for link in open_links for fd in link.filenos()], Deadline.after(_FOREVER_S), "frames")
+                wait_any([fd for link in open_links for fd in link.filenos()], Deadline.after(FOREVER_S), "frames")
                 hear()
 
         self.listener = threading.Thread(target=run, name="wsync collective", daemon=True)

@@ -109,7 +109,7 @@ class CollectiveReceiver:
             end.base, end.plan = end.released, plan
         end.agree()
         for bucket in plan.buckets:
-            yield bucket, self._receive(bucket, deadline.restart())
+            yield bucket, plan.views(bucket, self._receive(bucket, deadline.restart()))
             self._release(deadline.restart())
 
     def fail(self, message: str) -> None:
@@ -125,7 +125,8 @@ class CollectiveReceiver:
     def __del__(self) -> None:
         self.close()
 
-    def _receive(self, bucket: Bucket, deadline: Deadline) -> tuple[torch.Tensor, ...]:
+    def _receive(self, bucket: Bucket, deadline: Deadline) -> torch.Tensor:
+        """The slot that holds `bucket`."""
         end = self._end
         with end.changed:
             while end.moved <= end.released:
@@ -140,8 +141,7 @@ class CollectiveReceiver:
                 end.changed.wait(deadline.remaining(f"the sender to commit bucket {bucket.index}"))
             if end.closed:
                 raise ClosedError("this receiver was closed")
-            slot = end.slots[end.released % len(end.slots)]
-        return tuple(meta.view(slot) for meta in bucket.tensors)
+            return end.slots[end.released % len(end.slots)]
 
     def _release(self, deadline: Deadline) -> None:
         end = self._end

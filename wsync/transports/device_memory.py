@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from wsync.errors import TransportError, UnsupportedError
+from wsync.errors import TransportError
+from wsync.extras import importing
 
 HANDLE_BYTES = 64
 
@@ -102,8 +103,6 @@ def _name(code: Any) -> str:
 
 
 def _runtime() -> Any:
-    try:
+    with importing("cuda", "cuda_ipc"):
         from cuda.bindings import runtime
-    except ImportError as error:
-        raise UnsupportedError("CUDA IPC needs the package cuda-bindings: pip install 'wsync-rl[cuda]'") from error
     return runtime
