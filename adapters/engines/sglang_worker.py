@@ -23,11 +23,13 @@ import torch
 
 from wsync import wire
 from wsync.adapters.engines.launch_files import headers, safetensors_files, stream
+from wsync.adapters.engines.places import Places, SettlingWorker
 from wsync.deadline import Deadline
-from wsync.errors import EngineStateError, MismatchError, PeerError, ProtocolError, first_five
+from wsync.errors import EngineStateError, MismatchError, PeerError, ProtocolError
 from wsync.record import writable
 from wsync.topology import Endpoint, local_endpoint
 from wsync.transports.link import credentials
+from wsync.walk import named_tensors
 from wsync.worker import Worker
 
 METHOD = "wsync_answer"
@@ -108,7 +110,7 @@ def _connect(address: str) -> socket.socket:
 def _worker_of(model: torch.nn.Module, rank: int, folder: str) -> Worker:
     worker = _workers.get(model)
     if worker is None:
-        worker = _workers[model] = Worker(SGLangLoader(model, Path(folder) if folder else None), rank=rank)
+        worker = _workers[model] = SettlingWorker(SGLangLoader(model, Path(folder) if folder else None), rank)
     return worker
 
 
@@ -129,7 +131,7 @@ class SGLangLoader:
         self.engine = f"SGLang {__version__}"
         self._model_ref = weakref.ref(model)
         self._folder = folder
-        self._addresses: Mapping[str, int] = {}
+        self._places = Places(self.engine)
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
 
     def endpoint(self) -> Endpoint:
@@ -138,12 +140,11 @@ class SGLangLoader:
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         """Parameters and buffers by SGLang's names, tied ones once."""
-        model = self._model()
-        return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        return {name: tensor.detach() for name, tensor, _ in named_tensors(self._model())}
 
     def required(self) -> Sequence[str]:
         """Every parameter."""
-        return [name for name, _ in self._model().named_parameters()]
+        return [name for name, _, is_parameter in named_tensors(self._model()) if is_parameter]
 
     def accepts(self, name: str) -> bool:
         """No: SGLang makes the buffers that no checkpoint has by itself."""
@@ -159,9 +160,13 @@ class SGLangLoader:
         files = self._files()
         return stream(files) if files else None
 
+    def settle(self) -> None:
+        """See `Places`."""
+        self._places.settle(self._model())
+
     def begin(self) -> None:
-        """Remember where every parameter lies."""
-        self._addresses = self._pointers()
+        """Raises `EngineStateError` if a parameter has moved since `settle`."""
+        self._places.check(self._model(), "since it was connected")
 
     def finish(self) -> None:
         """Let the model derive what it derives from its weights. Raises if a parameter has moved."""
@@ -169,13 +174,7 @@ class SGLangLoader:
         if hasattr(model, "post_load_weights"):
             with writable(self.targets()):
                 model.post_load_weights()
-        now = self._pointers()
-        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
-        if moved:
-            raise EngineStateError(
-                f"{self.engine} moved {len(moved)} parameter(s) while it loaded: {first_five(moved)}. CUDA graphs may "
-                f"still read the old memory; restart the engine"
-            )
+        self._places.check(model, "while it loaded")
 
     def rollback(self) -> None:
         """Nothing: the next sync writes every parameter again, in place."""
@@ -191,9 +190,6 @@ class SGLangLoader:
 
     def _files(self) -> Sequence[Path]:
         return safetensors_files(self._folder) if self._folder is not None else ()
-
-    def _pointers(self) -> Mapping[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in self._model().named_parameters()}
 
     def _model(self) -> torch.nn.Module:
         model = self._model_ref()

@@ -20,7 +20,8 @@ import torch
 from wsync import wire
 from wsync.adapters.engines import vllm_reload
 from wsync.adapters.engines.launch_files import safetensors_files, stream
-from wsync.errors import EngineStateError, first_five
+from wsync.adapters.engines.places import Places, SettlingWorker
+from wsync.errors import EngineStateError
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
 from wsync.topology import Endpoint, local_endpoint
@@ -53,13 +54,12 @@ def worker_of(vllm_worker: Any, rank: int) -> Worker:
     return worker
 
 
-class _Worker(Worker):
+class _Worker(SettlingWorker):
     def __init__(self, loader: "VLLMLoader", rank: int) -> None:
-        super().__init__(loader, rank=rank)
+        super().__init__(loader, rank)
         self._vllm = loader
 
     def _examine(self, specs: Sequence[TensorSpec], void: bool) -> Manifest:
-        self._vllm.settle()
         found = super()._examine(specs, void)
         if not self._vllm.repacked:
             return found
@@ -83,7 +83,7 @@ class VLLMLoader:
         self._in_place: bool | None = None
         self._stand_ins: vllm_reload.StandIns | None = None
         self._reloading = False
-        self._addresses: Mapping[str, int] = {}
+        self._places = Places(self.engine)
         # Never read. In a rehearsal it is written for each tensor, which tells the dry run that more happens to it
         # than a copy into a parameter: the reload keeps it and repacks it.
         self._elsewhere = torch.empty((), dtype=torch.uint8)
@@ -137,12 +137,12 @@ class VLLMLoader:
 
     def settle(self) -> None:
         """A new connection: wherever parameters lie now is where they must stay."""
-        self._addresses = _addresses(self._model())
+        self._places.settle(self._model())
 
     def begin(self) -> None:
         """Open a reload where one is needed. Raises `EngineStateError` if a parameter has moved since `settle`."""
         model = self._model()
-        self._check_places("since it was connected")
+        self._places.check(model, "since it was connected")
         if self.repacked:
             self._reloading = True
             with self._context():
@@ -157,7 +157,7 @@ class VLLMLoader:
                 self._reloading = False
             else:
                 _process_attention(model, worker.model_config)
-        self._check_places("while it loaded")
+        self._places.check(model, "while it loaded")
 
     def rollback(self) -> None:
         """Close a failed reload, so that the next one starts afresh."""
@@ -165,16 +165,6 @@ class VLLMLoader:
             self._reloading = False
             with self._context():
                 vllm_reload.rollback(self._model())
-
-    def _check_places(self, when: str) -> None:
-        """What has moved once stays an error, at every sync until somebody connects anew."""
-        now = _addresses(self._model())
-        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
-        if moved:
-            raise EngineStateError(
-                f"{self.engine} moved {len(moved)} parameter(s) {when}: {first_five(moved)}. CUDA graphs may still "
-                f"read the old memory: restart the engine, or, if it captured none, connect again"
-            )
 
     def _marked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -211,10 +201,6 @@ class VLLMLoader:
             stack.enter_context(set_current_vllm_config(worker.vllm_config))
             stack.enter_context(torch.no_grad())
             yield
-
-
-def _addresses(model: torch.nn.Module) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor, is_parameter in named_tensors(model) if is_parameter}
 
 
 def _process_attention(model: torch.nn.Module, model_config: Any) -> None:

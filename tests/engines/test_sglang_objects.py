@@ -6,9 +6,11 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from wsync.adapters.engines.sglang import SGLangEngine
-from wsync.errors import UnsupportedError
+from wsync.adapters.engines.sglang_worker import SGLangLoader
+from wsync.errors import EngineStateError, UnsupportedError
 from wsync.registry import find_engine
 
 ARGUMENTS = {"pp_size": 1, "dp_size": 1, "nnodes": 1, "speculative_algorithm": None, "disaggregation_mode": "null"}
@@ -77,3 +79,20 @@ def test_other_versions_are_refused(version: Any, other: str) -> None:
     version.__version__ = other
     with pytest.raises(UnsupportedError, match=f"{other} is not among .* allow_untested=True"):
         SGLangEngine(engine())
+
+
+def test_a_parameter_that_moved_stays_an_error_until_somebody_connects_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sglang", SimpleNamespace(__version__="0.5.23"))
+    model = torch.nn.Linear(3, 4)
+    loader = SGLangLoader(model, None)
+    loader.settle()
+    loader.begin()
+    model.weight.data = model.weight.data.clone()
+    with pytest.raises(EngineStateError, match=r"moved 1 parameter\(s\) while it loaded: weight"):
+        loader.finish()
+    for _ in range(2):
+        with pytest.raises(EngineStateError, match=r"moved 1 parameter\(s\) since it was connected: weight"):
+            loader.begin()
+    loader.settle()
+    loader.begin()
+    loader.finish()
