@@ -1,50 +1,44 @@
 """The sender of a collective: slots, who is ready for which bucket, and what was broadcast."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 
 import torch
 
 from wsync.deadline import Deadline
-from wsync.errors import ClosedError, PeerError, ProtocolError, TransportError, UnsupportedError
+from wsync.errors import ClosedError, PeerError, TransportError, UnsupportedError
 from wsync.plan import Bucket
 from wsync.protocols import Ticket
 from wsync.transports.collective_end import FRAME_TIMEOUT_S, End
 from wsync.transports.collective_group import Broadcast, Mover, host_store
 from wsync.transports.link import Link, wait_any
 from wsync.transports.listener import Listener, Welcome
-from wsync.transports.ring import Ring, failed
+from wsync.transports.receivers import Receivers, unknown
+from wsync.transports.ring import Ring
 
 
 class SendingEnd(End):
     def __init__(self, slots: Sequence[torch.Tensor], ring: Ring) -> None:
         super().__init__(slots)
         self.ring = ring
-        self.links: dict[int, Link] = {}
-        self.gone: dict[int, str] = {}
-        self.failure: tuple[int, str, str] | None = None
+        self.receivers = Receivers()
         self.ready = [0] * len(ring.released)
         self.sizes: list[int] = []
         self.launched = 0
         self.moved = 0
 
     def heard(self) -> bool:
-        return self.closed or bool(self.gone) or self.failure is not None
+        return self.closed or self.receivers.lost
 
     def alive(self) -> list[Link]:
         """Links that still say something."""
-        return [] if self.closed else [link for index, link in self.links.items() if index not in self.gone]
+        return [] if self.closed else self.receivers.speaking()
 
     def hear(self) -> None:
         """Take in what receivers have said, without waiting."""
         with self.changed:
-            for index, link in self.links.items():
-                try:
-                    while not self.closed and index not in self.gone and (frame := link.receive()) is not None:
-                        self._take(index, frame)
-                except (PeerError, ProtocolError) as error:
-                    self.gone[index] = str(error)
+            self.receivers.hear(self._take, lambda: self.closed)
             self.launch()
             self.changed.notify_all()
 
@@ -61,15 +55,11 @@ class SendingEnd(End):
             self.moved = number + 1
             self.changed.notify_all()
 
-    def check(self, alive: Sequence[int]) -> None:
+    def check(self, alive: Collection[int]) -> None:
         """Raises what keeps the sender from going on with the receivers `alive`."""
         if self.closed:
             raise ClosedError("this sender was closed")
-        if self.failure is not None:
-            raise failed(*self.failure)
-        gone = [self.gone[index] for index in sorted(set(alive).intersection(self.gone))]
-        if gone:
-            raise PeerError("; ".join(gone))
+        self.receivers.check(alive)
         if self.broken:
             raise TransportError(self.broken)
 
@@ -79,10 +69,8 @@ class SendingEnd(End):
                 self.ready[index] += 1
             case ("release", int(number)):
                 self.ring.release(index, number)
-            case ("fail", str(message), str(trace)):
-                self.failure = self.failure or (index, message, trace)
             case _:
-                raise ProtocolError(f"receiver {index} sent an unknown frame {str(frame[0])[:20]!r}")
+                raise unknown(index, frame)
 
 
 class CollectiveSender:
@@ -108,9 +96,8 @@ class CollectiveSender:
         end, listener = self._end, self._listener
         while True:
             with end.changed:
-                end.check(list(end.links))
-                for index, link in listener.admit(self._welcome):
-                    end.links[index] = link
+                end.check(end.receivers.links)
+                end.receivers.admit(listener, self._welcome)
             if not listener.absent:
                 break
             refused = f" (turned away: {listener.refused})" if listener.refused else ""
@@ -126,7 +113,7 @@ class CollectiveSender:
         end = self._end
         with end.changed:
             slot, count = end.ring.acquire()
-            self._wait(count, list(end.links), deadline)
+            self._wait(count, end.receivers.links, deadline)
             end.ring.acquired()
             return end.slots[slot]
 
@@ -134,19 +121,19 @@ class CollectiveSender:
         """See `wsync.Sender`. Raises `PeerError` if a receiver is gone."""
         end = self._end
         with end.changed:
-            end.check(list(end.links))
+            end.check(end.receivers.links)
             number = end.ring.commit(bucket)
             end.sizes.append(bucket.nbytes)
         deadline = Deadline.after(FRAME_TIMEOUT_S)
-        for index, link in end.links.items():
+        for index, link in end.receivers.links.items():
             try:
                 link.send(("commit", number, bucket.index, bucket.nbytes), deadline)
             except PeerError as error:
                 end.hear()  # its last words may lie unread
                 with end.changed:
-                    end.gone.setdefault(index, str(error))
+                    end.receivers.gone.setdefault(index, str(error))
         with end.changed:
-            end.check(list(end.links))
+            end.check(end.receivers.links)
 
     def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
         """Not here: raises `UnsupportedError`."""
@@ -165,7 +152,7 @@ class CollectiveSender:
                 end.closed = True
                 end.changed.notify_all()
             self._listener.shutdown()
-            end.leave(list(end.links.values()))
+            end.leave(list(end.receivers.links.values()))
             self._listener.close()
 
     def __del__(self) -> None:
@@ -175,14 +162,15 @@ class CollectiveSender:
         """Tell the receivers where to meet, and form the group behind the caller's back."""
         end = self._end
         store, port = host_store(self._host, timeout_s)
-        for link in end.links.values():
+        links = end.receivers.links.values()
+        for link in links:
             with suppress(PeerError):  # heard at the next wait
-                link.send(("form", port, len(end.links) + 1, float(timeout_s)), Deadline.after(FRAME_TIMEOUT_S))
-        form = partial(self._form, store, self.ticket().address, 0, len(end.links) + 1, self._host, timeout_s)
+                link.send(("form", port, len(links) + 1, float(timeout_s)), Deadline.after(FRAME_TIMEOUT_S))
+        form = partial(self._form, store, self.ticket().address, 0, len(links) + 1, self._host, timeout_s)
         with end.changed:
             end.mover = Mover(form, end.arrived, end.fail)
 
-    def _wait(self, count: int, alive: Sequence[int], deadline: Deadline) -> None:
+    def _wait(self, count: int, alive: Collection[int], deadline: Deadline) -> None:
         """Until everybody has released `count` buckets. Call with `changed` held."""
         end = self._end
         while True:

@@ -21,7 +21,8 @@ from wsync.plan import Bucket, Plan
 from wsync.protocols import Ticket
 from wsync.transports.link import Link, wait_any
 from wsync.transports.listener import Listener, Welcome
-from wsync.transports.ring import Ring, check_order, failed, failure_of
+from wsync.transports.receivers import Receivers, unknown
+from wsync.transports.ring import Ring, check_order, failure_of
 
 _FRAME_TIMEOUT_S = 10.0
 _FAIL_TIMEOUT_S = 1.0
@@ -72,9 +73,7 @@ class SlotSender:
     def __init__(self, listener: Listener, ring: Ring, welcome: Welcome, memory: SlotMemory) -> None:
         """Takes over the listener, the memory and the descriptor in `welcome`."""
         self._listener, self._ring, self._welcome, self._memory = listener, ring, welcome, memory
-        self._links: dict[int, Link] = {}
-        self._gone: dict[int, str] = {}
-        self._failure: tuple[int, str, str] | None = None
+        self._receivers = Receivers()
         self._closed = False
         self._using = threading.RLock()
 
@@ -92,10 +91,9 @@ class SlotSender:
         listener = self._listener
         with self._using:
             while True:
-                self._check(alive=self._links)
-                for index, link in listener.admit(self._welcome):
-                    self._links[index] = link
-                absent = sorted({*listener.absent, *self._memory.absent(self._links)})
+                self._check(alive=self._receivers.links)
+                self._receivers.admit(listener, self._welcome)
+                absent = sorted({*listener.absent, *self._memory.absent(self._receivers.links)})
                 if not absent:
                     listener.close()
                     return
@@ -107,7 +105,7 @@ class SlotSender:
         with self._using:
             slot, count = self._ring.acquire()
             self._hear()
-            self._wait(count, self._links, deadline)
+            self._wait(count, self._receivers.links, deadline)
             self._ring.acquired()
             self._memory.before_write(slot)
             return self._memory.slots[slot]
@@ -115,18 +113,19 @@ class SlotSender:
     def commit(self, bucket: Bucket) -> None:
         """See `wsync.Sender`. Raises `PeerError` if a receiver is gone."""
         with self._using:
-            self._check(alive=self._links)
+            receivers = self._receivers
+            self._check(alive=receivers.links)
             slot, _ = self._ring.acquire()
             frame = ("commit", self._ring.commit(bucket), bucket.index)
             self._memory.after_write(slot)
             deadline = Deadline.after(_FRAME_TIMEOUT_S)
-            for index, link in self._links.items():
+            for index, link in receivers.links.items():
                 try:
                     link.send(frame, deadline)
                 except PeerError as error:
                     self._hear()  # its last words may lie unread
-                    self._gone.setdefault(index, str(error))
-            self._check(alive=self._links)
+                    receivers.gone.setdefault(index, str(error))
+            self._check(alive=receivers.links)
 
     def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
         """Not here: raises `UnsupportedError`."""
@@ -143,11 +142,11 @@ class SlotSender:
             return
         self._closed = True
         self._listener.shutdown()
-        for link in list(self._links.values()):
+        for link in list(self._receivers.links.values()):
             link.shutdown()
         with self._using:
             self._listener.close()
-            for link in self._links.values():
+            for link in self._receivers.links.values():
                 link.close()
             if self._welcome.fd is not None:
                 os.close(self._welcome.fd)
@@ -156,7 +155,7 @@ class SlotSender:
     def __del__(self) -> None:
         self.close()
 
-    def _wait(self, count: int, alive: Sequence[int] | dict[int, Link], deadline: Deadline) -> None:
+    def _wait(self, count: int, alive: Collection[int], deadline: Deadline) -> None:
         while True:
             behind = self._ring.behind(count)
             self._check(alive=[*alive, *behind])
@@ -166,38 +165,27 @@ class SlotSender:
 
     def _listen(self, deadline: Deadline, waiting_for: str, more: Sequence[int] = ()) -> None:
         """Wait until any receiver says something or leaves, and take it in."""
-        filenos = [fd for index, link in self._links.items() if index not in self._gone for fd in link.filenos()]
+        filenos = [fd for link in self._receivers.speaking() for fd in link.filenos()]
         wait_any([*filenos, *more], deadline, waiting_for)
         self._hear()
 
     def _hear(self) -> None:
         """Take in what receivers have said, without waiting."""
-        for index, link in self._links.items():
-            try:
-                while not self._closed and index not in self._gone and (frame := link.receive()) is not None:
-                    self._take(index, frame)
-            except (PeerError, ProtocolError) as error:
-                self._gone[index] = str(error)
+        self._receivers.hear(self._take, lambda: self._closed)
 
     def _take(self, index: int, frame: tuple[object, ...]) -> None:
         match frame:
             case ("release", int(sequence)):
                 self._ring.release(index, sequence)
-            case ("fail", str(message), str(trace)):
-                self._failure = self._failure or (index, message, trace)
             case ("slots", *facts):
                 self._memory.meet(index, facts)
             case _:
-                raise ProtocolError(f"receiver {index} sent an unknown frame {str(frame[0])[:20]!r}")
+                raise unknown(index, frame)
 
-    def _check(self, alive: Sequence[int] | dict[int, Link]) -> None:
+    def _check(self, alive: Collection[int]) -> None:
         if self._closed:
             raise ClosedError("this sender was closed")
-        if self._failure is not None:
-            raise failed(*self._failure)
-        gone = [self._gone[index] for index in sorted(set(alive).intersection(self._gone))]
-        if gone:
-            raise PeerError("; ".join(gone))
+        self._receivers.check(alive)
 
 
 class SlotReceiver:
