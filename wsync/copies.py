@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wsync.small_copies import SmallCopies, split_small
 from wsync.strided import memory_view
 from wsync.traits import all_on_cpu
 from wsync.views import Pair, Place, as_dtype
+from wsync.whole_copies import WholeCopies, split_whole
 
 if TYPE_CHECKING:
     from wsync.copy_kernel import Launches
@@ -18,31 +18,30 @@ if TYPE_CHECKING:
 class Copies:
     """Copies that are worked out once and run at every sync.
 
-    On a GPU they are one kernel for each pair of dtypes, on the CPU small ones are a list of addresses. All else is
-    left to torch: memories on several devices, dtypes that the kernel does not convert, large copies on the CPU.
+    On a GPU they are one kernel for each pair of dtypes, on the CPU those of whole tensors need few views. All else is
+    left to torch, a view for each side: memories on several devices, dtypes that the kernel does not convert.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = tuple(pairs)
         self._launches: Launches | None = None
         self._device: torch.device | None = None
-        self._host: tuple[SmallCopies, Sequence[Pair]] | None = None
+        self._host: tuple[Sequence[WholeCopies], Sequence[Pair]] | None = None
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Copy on the current stream of the device; on the CPU it is done when this returns.
 
         Args:
-            sources, targets: the memories that `Place.memory` counts, at least as large as their regions reach. They
-                may lie elsewhere at every run.
+            sources, targets: the memories that `Place.memory` counts. They may lie elsewhere at every run.
         """
         if not self._pairs:
             return
         if all_on_cpu(sources) and all_on_cpu(targets):
             if self._host is None:
-                self._host = split_small(self._pairs)
-            small, large = self._host
-            small.run(sources, targets)
-            copy_views(large, sources, targets)
+                self._host = split_whole(self._pairs)
+            wholes, others = self._host
+            missed = [pair for whole in wholes if not whole.run(sources, targets) for pair in whole.pairs]
+            copy_views([*others, *missed], sources, targets)
             return
         device = _only_device(sources, targets)
         if device is None or device.type != "cuda":

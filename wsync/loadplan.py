@@ -120,9 +120,11 @@ class LoadPlan:
     """Of `layouts`."""
 
     def __post_init__(self) -> None:
-        layouts = self.layouts.values()
-        traits_then = ([one.dtype for one in layouts], [one.shape for one in layouts], [one.strides for one in layouts])
-        object.__setattr__(self, "_traits", traits_then)
+        recorded = [
+            torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
+            for layout in self.layouts.values()
+        ]
+        object.__setattr__(self, "_traits", traits(recorded))
 
     @property
     def copies(self) -> list[Copy]:

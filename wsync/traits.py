@@ -7,13 +7,35 @@ import torch
 
 _DTYPE, _SHAPE, _ON_CPU = attrgetter("dtype"), attrgetter("shape"), attrgetter("is_cpu")
 
-Traits = tuple[Sequence[torch.dtype], Sequence[tuple[int, ...]], Sequence[tuple[int, ...]]]
-"""Dtypes, shapes and strides, one each a tensor."""
+Traits = tuple[Sequence[torch.dtype], Sequence[tuple[int, ...]], Sequence[bool], Sequence[tuple[int, ...]]]
+"""Dtypes and shapes, whether each is contiguous, and the strides of those that are not."""
 
 
 def traits(tensors: Sequence[torch.Tensor]) -> Traits:
-    """Dtypes, shapes and strides of plain tensors."""
-    return list(map(_DTYPE, tensors)), list(map(_SHAPE, tensors)), list(map(torch.Tensor.stride, tensors))
+    """What plain tensors look like. Strides of all would take as long again, and the garbage collector with them."""
+    contiguous = list(map(torch.Tensor.is_contiguous, tensors))
+    strides = [tensor.stride() for tensor in tensors if not tensor.is_contiguous()] if not all(contiguous) else []
+    return dtypes(tensors), shapes(tensors), contiguous, strides
+
+
+def dtypes(tensors: Sequence[torch.Tensor]) -> list[torch.dtype]:
+    """Dtypes."""
+    return list(map(_DTYPE, tensors))
+
+
+def shapes(tensors: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Shapes."""
+    return list(map(_SHAPE, tensors))
+
+
+def numels(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Numbers of elements."""
+    return list(map(torch.Tensor.numel, tensors))
+
+
+def all_contiguous(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all of them have their elements in a row."""
+    return all(map(torch.Tensor.is_contiguous, tensors))
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -24,6 +46,12 @@ def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
 def all_on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether all of them are in host memory."""
     return all(map(_ON_CPU, tensors))
+
+
+def any_conjugate(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the memory of any of them holds the conjugate of what it shows."""
+    any_complex = any(dtype.is_complex for dtype in set(dtypes(tensors)))
+    return any_complex and any(map(torch.Tensor.is_conj, tensors))
 
 
 def any_inference(tensors: Sequence[torch.Tensor]) -> bool:

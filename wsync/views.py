@@ -48,9 +48,10 @@ class Views(Sequence[torch.Tensor]):
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> "Views":
-        """Tensors of any origin, each as a memory of its own."""
+        """Tensors of any origin, each as a memory of its own, or as a copy if its memory shows something else."""
         if isinstance(tensors, cls):
             return tensors
+        tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]
         places = tuple(
             Place(memory=index, dtype=tensor.dtype, region=Region(0, tuple(tensor.shape), tensor.stride()))
             for index, tensor in enumerate(tensors)

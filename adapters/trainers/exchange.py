@@ -1,7 +1,7 @@
 """One rank's share of a bucket as ready-made strided copies and messages: worked out once, run at every sync."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,6 +10,7 @@ from wsync.deadline import Deadline
 from wsync.gather import BucketGather, Packet, Part, align, aligned
 from wsync.group import Group
 from wsync.regions import Region
+from wsync.traits import dtypes
 from wsync.views import Pair, Place
 
 
@@ -44,27 +45,26 @@ Pieces = Mapping[tuple[str, Region], Piece]
 """By tensor name and the coalesced region that this rank declared as its own."""
 
 
-@dataclass(frozen=True, slots=True)
 class Loads:
-    """Copies from the memory of parameters into a buffer, each with the cast to its wire dtype in it."""
+    """Copies from the memory of parameters into a buffer, each with the cast to its wire dtype in it.
 
-    parents: tuple[str, ...]
-    """The parameters, in the order in which `pairs` count them."""
+    Attributes:
+        parents: the parameters, in the order in which the pairs count them.
+    """
 
-    pairs: tuple[Pair, ...]
-
-    _copies: dict[tuple[torch.dtype, ...], Copies] = field(default_factory=dict, compare=False, repr=False)
-    """By the dtypes of the parameters: what a producer reads may be more precise than what the module holds."""
+    def __init__(self, parents: Sequence[str], pairs: Sequence[Pair]) -> None:
+        self.parents, self._pairs = tuple(parents), tuple(pairs)
+        self._dtypes: Sequence[torch.dtype] | None = None
+        self._copies = Copies(())
 
     def run(self, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
         """`tensors`: local parameters by name. `buffer`: uint8."""
-        memories = [tensors[parent] for parent in self.parents]
-        dtypes = tuple(memory.dtype for memory in memories)
-        if dtypes not in self._copies:
-            self._copies[dtypes] = Copies(
-                [(replace(source, dtype=dtypes[source.memory]), target) for source, target in self.pairs]
-            )
-        self._copies[dtypes].run(memories, [buffer])
+        memories = list(map(tensors.__getitem__, self.parents))
+        found = dtypes(memories)
+        if found != self._dtypes:  # what a producer reads may be more precise than what the module holds
+            pairs = [(replace(source, dtype=found[source.memory]), target) for source, target in self._pairs]
+            self._dtypes, self._copies = found, Copies(pairs)
+        self._copies.run(memories, [buffer])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,4 +219,4 @@ def _loads(parts: Sequence[tuple[Part, Region]], pieces: Pieces, layouts: Mappin
             )
             for source, place in aligned(found, (target,))
         ]
-    return Loads(tuple(numbers), tuple(pairs))
+    return Loads(tuple(numbers), pairs)

@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import nn
@@ -33,5 +34,4 @@ def glance_at(module: nn.Module) -> Glance:
             tree += map(id, group.values())
             tensors += [tensor for tensor in group.values() if tensor is not None]
         stack.extend(child for child in reversed(here._modules.values()) if child is not None)
-    dtypes, shapes, strides = traits(tensors)
-    return Glance([*tree, *addresses(tensors), *dtypes, *shapes, *strides], tensors)
+    return Glance([*tree, *addresses(tensors), *chain.from_iterable(traits(tensors))], tensors)

@@ -22,6 +22,7 @@ from wsync.group import Group
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.regions import Region
 from wsync.strided import lacking_bytes, memory_view
+from wsync.traits import any_conjugate
 from wsync.views import Place, Views
 
 _Spot = tuple[str, Region]
@@ -109,9 +110,9 @@ class ShardedProducer:
         module = self._alive()
         self._settle(module)
         glance = self._glance(module)
-        if glance is None or glance.key != self._glanced or not _all_plain(glance.tensors):
+        if glance is None or glance.key != self._glanced or any_conjugate(glance.tensors):
             return None
-        return {name: glance.tensors[number] for name, number in self._numbers.items()}
+        return dict(zip(self._numbers, map(glance.tensors.__getitem__, self._numbers.values()), strict=True))
 
     def _look_closely(self) -> dict[str, torch.Tensor]:
         """Raises `MismatchError` if they are not what they were at connect."""
@@ -132,7 +133,7 @@ class ShardedProducer:
                 f"{first_five(changed)}; connect again"
             )
         glance = self._glance(self._alive())
-        if glance is not None:
+        if glance is not None and not any(map(torch.Tensor.is_neg, glance.tensors)):
             numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
             if all(id(held[name].tensor) in numbers for name in self._layouts):
                 self._glanced = glance.key
@@ -145,7 +146,7 @@ class ShardedProducer:
         if found is None:
             return None
         parents, places = found
-        return Views([tensors[parent] for parent in parents], places)
+        return Views(list(map(tensors.__getitem__, parents)), places)
 
     @torch.no_grad()
     def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
@@ -384,11 +385,6 @@ def _check_present(name: str, local: torch.Tensor) -> None:
             f"{name} has {local.nbytes} bytes, of which its storage lacks {lacking}: it was freed or offloaded; bring "
             f"it back before a sync"
         )
-
-
-def _all_plain(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether what each of them shows is what lies in its memory."""
-    return not (any(map(torch.Tensor.is_conj, tensors)) or any(map(torch.Tensor.is_neg, tensors)))
 
 
 def _plain(local: torch.Tensor) -> torch.Tensor:

@@ -34,8 +34,8 @@ JOB = Job(
         ("dense-0.5b", 290, 494_032_768),
         ("dense-7b", 339, 7_615_616_512),
         ("moe", 4_719, 8_099_779_584),
-        ("tiny", 10_000, 10_240_000),
-        ("large", 100, 10_240_000),
+        ("tiny", 10_000, 163_840_000),
+        ("large", 100, 163_840_000),
     ],
 )
 def test_scale_changes_bytes_and_not_the_number_of_tensors(name: str, tensors: int, elements: int) -> None:
@@ -85,7 +85,7 @@ def test_a_row_says_what_its_samples_say() -> None:
     one = row(JOB, 1.0, 3.0, 2.0)
     shown = one.as_json()
     assert (shown["seconds"], shown["floor_seconds"], shown["ratio_to_floor"]) == (2.0, 0.5, 4.0)
-    assert (shown["nbytes"], shown["dtype"], shown["floor"]) == (20_480_000, "bfloat16", "two copies")
+    assert (shown["nbytes"], shown["dtype"], shown["floor"]) == (327_680_000, "bfloat16", "two copies")
     assert one.ok
     assert not row(JOB, 1.0, wrong=("a",)).ok
     failed = Row(job=JOB, error="no memory")
@@ -115,7 +115,7 @@ def test_the_same_table_for_people_and_for_pipes(monkeypatch: pytest.MonkeyPatch
     table(rows, live)
     table(rows, plain)
     for out in (live.getvalue(), plain.getvalue()):
-        assert "1.02" in out  # GB/s
+        assert "16.38" in out  # GB/s
         assert "FAILED" in out
         assert "tiny over shm, module, 2 rank(s), buckets of 1 MiB: failed\nwhy" in out
         assert "WRONG BYTES in 1 of 100 tensors, first block.7.weight" in out
@@ -125,6 +125,6 @@ def test_the_same_table_for_people_and_for_pipes(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_that_a_row_needs() -> None:
-    elements = 10_240_000
+    elements = 163_840_000
     assert JOB.needed_bytes == elements * 4 + 3 * elements * 2 + 4 * (1 << 20)
     assert replace(JOB, producer="fsdp2", ranks=2).needed_bytes > 3 * JOB.needed_bytes / 2

@@ -1,7 +1,9 @@
 """Tables of copies against torch's own copies of views: same bytes, wherever the memories lie."""
 
 import itertools
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from wsync.copies import Copies, copy_views
 from wsync.regions import Region
 from wsync.strided import memory_view
 from wsync.tiles import MIN_RUN_BYTES, TILE, Kind, Table, tables
-from wsync.views import Pair, Place
+from wsync.views import Pair, Place, Views
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = frozenset((a, b) for a in FLOATS for b in FLOATS if a != b)
@@ -67,7 +69,7 @@ def test_rows_are_the_copy(pair: Pair, alignment: int, seed: int) -> None:
 
 
 @given(st.lists(pairs(), max_size=6), st.integers(0, 99))
-def test_small_copies_are_those_of_views(made: list[Pair], seed: int) -> None:
+def test_copies_on_the_cpu_are_those_of_views(made: list[Pair], seed: int) -> None:
     sources = [torch.randint(0, 120, (MEMORY_BYTES,), dtype=torch.uint8, generator=rng(seed)) for _ in range(2)]
     targets = [torch.randint(0, 120, (MEMORY_BYTES,), dtype=torch.uint8, generator=rng(seed + 1)) for _ in range(2)]
     expected = [memory.clone() for memory in targets]
@@ -76,6 +78,96 @@ def test_small_copies_are_those_of_views(made: list[Pair], seed: int) -> None:
         Copies([pair]).run(sources, targets)
     for got, wanted in zip(targets, expected, strict=True):
         assert torch.equal(got, wanted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """Tensors, and the elements at which each of them begins in a buffer."""
+
+    shapes: Sequence[tuple[int, ...]]
+    starts: Sequence[int]
+    types: tuple[torch.dtype, torch.dtype]
+    """Of the tensors and of what is in the buffer."""
+
+    def pairs(self, *, packs: bool) -> list[Pair]:
+        made = []
+        for number, (shape, start) in enumerate(zip(self.shapes, self.starts, strict=True)):
+            region = Region.whole(shape)
+            tensor = Place(memory=number, dtype=self.types[0], region=region)
+            run = Place(memory=0, dtype=self.types[1], region=region.translate(start))
+            made.append((tensor, run) if packs else (run, tensor))
+        return made
+
+    def memories(self, seed: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        generator = rng(seed)
+        tensors = [torch.randint(0, 99, shape, generator=generator).to(self.types[0]) for shape in self.shapes]
+        nbytes = (sum(map(math.prod, self.shapes)) + 40 * len(self.shapes)) * self.types[1].itemsize
+        return tensors, torch.randint(0, 60, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+@st.composite
+def wholes(draw: st.DrawFn) -> Whole:
+    """Few different shapes, in any order in the buffer, evenly spaced or with gaps."""
+    shapes = draw(st.lists(st.sampled_from([(3, 4), (12,), (2, 0), (), (5, 1, 7)]), min_size=1, max_size=12))
+    even = draw(st.booleans())
+    starts, end = [0] * len(shapes), draw(st.integers(0, 3))
+    for number in draw(st.permutations(range(len(shapes)))):
+        starts[number] = end
+        end += 36 if even else math.prod(shapes[number]) + draw(st.integers(0, 4))
+    kinds = draw(st.tuples(st.sampled_from(FLOATS), st.sampled_from(FLOATS)))
+    return Whole(shapes=shapes, starts=starts, types=kinds)
+
+
+@given(wholes(), st.booleans(), st.integers(0, 99))
+def test_whole_tensors_are_packed_and_loaded_as_by_views(whole: Whole, packs: bool, seed: int) -> None:
+    made = whole.pairs(packs=packs)
+    copies = Copies(made)
+    for again in (seed, seed + 1):
+        (tensors, buffer), (others, expected) = whole.memories(again), whole.memories(again)
+        if packs:
+            copies.run(tensors, [buffer])
+            copy_views(made, others, [expected])
+        else:
+            copies.run([buffer], tensors)
+            copy_views(made, [expected], others)
+        assert torch.equal(buffer, expected)
+        assert all(map(torch.equal, tensors, others))
+
+
+def test_a_tensor_that_is_not_whole_or_has_gaps_is_copied_all_the_same() -> None:
+    one = Whole(shapes=[(4, 3)] * 3, starts=[0, 12, 24], types=(torch.float32, torch.bfloat16))
+    made, copies = one.pairs(packs=True), Copies(one.pairs(packs=True))
+    _, buffer = one.memories(0)
+    gaps = torch.arange(200.0).view(10, 20)[:4, :3]
+    for sources in (
+        [torch.arange(12.0) + number for number in range(3)],
+        [torch.arange(12.0), torch.arange(50.0), torch.arange(13.0)],
+        [torch.arange(12.0), gaps, torch.arange(12.0)],
+    ):
+        expected = buffer.clone()
+        copy_views(made, sources, [expected])
+        copies.run(sources, [buffer])
+        assert torch.equal(buffer, expected)
+
+
+def test_nothing_beyond_a_memory_is_read() -> None:
+    one = Whole(shapes=[(4, 3)] * 3, starts=[0, 12, 24], types=(torch.float32, torch.float32))
+    _, buffer = one.memories(0)
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        Copies(one.pairs(packs=True)).run([torch.zeros(12), torch.zeros(12), torch.zeros(11)], [buffer])
+
+
+def test_tensors_whose_memory_shows_something_else_are_copied_as_they_show_it() -> None:
+    shown = [torch.arange(3.0).to(torch.complex64).mul(1 + 2j).conj(), torch.arange(3.0).mul(1j).conj().imag]
+    views = Views.of(shown)
+    assert all(map(torch.equal, views, shown))
+    got = torch.zeros(3, dtype=torch.complex64), torch.zeros(3)
+    pairs = [
+        (place, Place(memory=number, dtype=place.dtype, region=Region.span(0, 3)))
+        for number, place in enumerate(views.places)
+    ]
+    Copies(pairs).run(views.memories, got)
+    assert all(map(torch.equal, got, shown))
 
 
 def test_a_large_tensor_is_cut_into_tiles_of_words() -> None:

@@ -11,7 +11,7 @@ AUTO_BYTES = 256 << 20
 
 _TINY = 10_000
 _LARGE = 100
-_TINY_SIDE = 32
+_TINY_SIDE = 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
