@@ -27,6 +27,7 @@ class FileTransport:
     """Between processes of one host, weights of the receivers in host memory."""
 
     name = "file"
+    by_reference = False
 
     def __init__(self, folder: str) -> None:
         """Receivers need no folder: they are handed the open file."""

@@ -14,7 +14,7 @@ from wsync.deadline import Deadline
 from wsync.digest import word_bytes
 from wsync.errors import ConfigError, MismatchError, first_five
 from wsync.group import Group
-from wsync.plan import Plan, TensorSpec
+from wsync.plan import ALIGNMENT_BYTES, Plan, TensorSpec
 from wsync.protocols import Engine, Manifest, Producer, Transport
 from wsync.regions import uncovered
 from wsync.topology import Choice, Topology, choose, local_endpoint
@@ -83,12 +83,11 @@ def connect_ranks(
         ) from error
     if config.verify == "digest":
         wanted = tuple(replace(spec, word_bytes=word_bytes(spec)) for spec in wanted)
-    plan = Plan.pack(wanted, config.bucket_bytes)
     taken = {spec.name for spec in wanted}
     senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
     patience = Deadline.beyond(config.timeout_s)
     choices = group.local("choose a transport", lambda: _choose_all(producer, engines, transports, config), patience)
-    group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
+    plan = _plan(producer, wanted, choices, senders, group, config)
     return Agreement(
         plan=plan,
         senders=senders,
@@ -99,6 +98,36 @@ def connect_ranks(
         spread=spread,
         token=greetings[0]["token"],
     )
+
+
+def _plan(
+    producer: Producer,
+    wanted: Sequence[TensorSpec],
+    choices: Sequence[Choice],
+    senders: Sequence[int],
+    group: Group,
+    config: SyncConfig,
+) -> Plan:
+    """Buckets of the configured size, or a single one if every engine reads all of it where it lies on a device.
+
+    Then no slot bounds the buckets, and each would cost a launch.
+    """
+    patience = Deadline.beyond(config.timeout_s)
+
+    def direct() -> bool:
+        return producer.device.type == "cuda" and all(choice.transport.by_reference for choice in choices)
+
+    if all(group.gather("direct", direct, patience)):
+        plan = Plan.pack(wanted, sum(spec.nbytes + ALIGNMENT_BYTES for spec in wanted) + ALIGNMENT_BYTES)
+        group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
+        group.local("open", producer.open, patience)
+        referred = all(producer.references(bucket) is not None for bucket in plan.buckets)
+        producer.close()
+        if referred:
+            return plan
+    plan = Plan.pack(wanted, config.bucket_bytes)
+    group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
+    return plan
 
 
 def _describe_all(

@@ -162,7 +162,7 @@ class Sender(Protocol):
     """The trainer's end of a transport: one ring of slots, one or more receivers."""
 
     by_reference: bool
-    """True if `hand_over` works: the receivers can read this process's tensors in place."""
+    """Whether `hand_over` works: the receivers can read this process's tensors in place."""
 
     @property
     def held_bytes(self) -> int:
@@ -228,6 +228,8 @@ class Transport(Protocol):
     """A way to move buckets from one trainer rank to engine workers."""
 
     name: str
+    by_reference: bool
+    """Whether its senders are."""
 
     def refuse(self, topology: Topology) -> str | None:
         """None if this transport can serve `topology`, else the reason, for people."""

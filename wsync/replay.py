@@ -10,11 +10,10 @@ import torch
 
 from wsync.copies import Copies
 from wsync.errors import MismatchError, ProtocolError, first_five
-from wsync.loadplan import Copy, LoadPlan
+from wsync.loadplan import Copy, Fill, LoadPlan
 from wsync.plan import Bucket, Plan, TensorMeta
 from wsync.regions import Region
 from wsync.strided import cut, memory_view
-from wsync.traits import all_on_cpu
 from wsync.views import Pair, Place, Views
 
 Arrivals = Iterable[tuple[Bucket, Sequence[torch.Tensor]]]
@@ -54,6 +53,8 @@ class Routine:
     steps: tuple[tuple[Step, ...], ...]
     """By bucket index."""
 
+    fills: tuple[Fill, ...]
+
     _direct: dict[int, _Direct] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -73,7 +74,7 @@ class Routine:
             )
             for bucket in plan.buckets
         )
-        return cls(load, steps)
+        return cls(load, steps, tuple(load.fills))
 
     def direct(self, bucket: Bucket, places: tuple[Place, ...], targets: Mapping[str, torch.Tensor]) -> _Direct:
         """The copies of `bucket` for tensors at `places`; worked out anew only if those have changed."""
@@ -120,12 +121,12 @@ class Replay:
         """Look up every destination. Raises `MismatchError` if a target is gone or has another shape."""
         routine.load.check_layouts(targets)
         self._routine, self._targets = routine, targets
-        self._fills = [(fill, memory_view(targets[fill.target], fill.dst)) for fill in routine.load.fills]
+        self._fills = [(fill, memory_view(targets[fill.target], fill.dst)) for fill in routine.fills]
         self._parts: dict[str, _Part] = {}
         self._failure: BaseException | None = None
 
     def run(self, arrivals: Arrivals, load_weights: LoadWeights, before_write: Callable[[], None]) -> None:
-        """Write everything that arrives; when this returns, the devices have done it.
+        """Write everything that arrives. When this returns it is queued on the current streams of the devices.
 
         `before_write` is called once, before the first byte may be written. Tensors that need the engine's loader are
         handed to one call of `load_weights` as they arrive, and copies go on between them. That call is made when the
@@ -153,9 +154,6 @@ class Replay:
         finally:
             first.clear()
             stream.close()
-        if not all_on_cpu(list(self._targets.values())):
-            for device in {target.device for target in self._targets.values() if target.device.type == "cuda"}:
-                torch.cuda.current_stream(device).synchronize()
         if leftover or self._parts:
             names = first_five([*leftover, *self._parts])
             raise ProtocolError(f"the engine's loader stopped before it had taken every tensor; it left {names}")

@@ -1,6 +1,6 @@
 """What thousands of tensors look like, without a step of the interpreter for each of them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
 
 import torch
@@ -43,7 +43,7 @@ def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
-def all_on_cpu(tensors: Sequence[torch.Tensor]) -> bool:
+def all_on_cpu(tensors: Collection[torch.Tensor]) -> bool:
     """Whether all of them are in host memory."""
     return all(map(_ON_CPU, tensors))
 

@@ -14,7 +14,7 @@
 
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from wsync.replay import Arrivals, Replay, Routine
 from wsync.report import Stopwatch
 from wsync.state import State, StateMachine
 from wsync.strided import lacking_bytes
-from wsync.traits import addresses
+from wsync.traits import addresses, all_on_cpu
 from wsync.verify import check_launch_weights
 
 Message = Mapping[str, Any]
@@ -210,9 +210,10 @@ class Worker:
                 Replay(attachment.routine, targets).run(
                     arrivals, loader.load_weights, lambda: self._states.writing(attempt)
                 )
-            del targets
         with watch.stage("finish"):
             loader.finish()
+            _wait_for_devices(targets.values())
+            del targets
         self._states.loaded(attempt)
         load, wait = watch.stages["load"], watch.stages["wait"]
         seconds = {"wait": wait, "load": load - wait, "finish": watch.stages["finish"]}
@@ -273,6 +274,13 @@ class Worker:
             "nbytes": data.numel(),
             "data": data[start : start + count].cpu().numpy().tobytes(),
         }
+
+
+def _wait_for_devices(tensors: Collection[torch.Tensor]) -> None:
+    """Until all that this thread has queued on their devices is done."""
+    if not all_on_cpu(tensors):
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
 
 def _check_present(targets: Mapping[str, torch.Tensor]) -> None:

@@ -1,11 +1,13 @@
 """Where an engine's parameters lie. They must stay there: CUDA graphs may have captured their addresses."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from wsync.errors import EngineStateError, first_five
+from wsync.glance import Glance, glance_at
 from wsync.plan import TensorSpec
 from wsync.protocols import Loader, Manifest
 from wsync.walk import named_tensors
@@ -13,26 +15,54 @@ from wsync.worker import Worker
 
 
 class Places:
-    """The addresses that parameters had when somebody connected."""
+    """The tensors of a model by name, and the addresses that its parameters had when somebody connected."""
 
     def __init__(self, engine: str) -> None:
         """`engine`: its name, for messages."""
         self._engine = engine
+        self._seen: Sequence[Hashable] = ()
+        self._numbers: Mapping[str, int] = {}
+        self._settled: Sequence[Hashable] = ()
         self._addresses: Mapping[str, int] = {}
 
-    def settle(self, model: torch.nn.Module) -> None:
+    def tensors(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
+        """Parameters and buffers, tied ones once, outside of autograd."""
+        return self._detached(self._look(model))
+
+    def settle(self, model: nn.Module) -> None:
         """A new connection: wherever parameters lie now is where they must stay."""
+        self._settled = self._look(model).key
         self._addresses = _addresses(model)
 
-    def check(self, model: torch.nn.Module, when: str) -> None:
-        """Raises `EngineStateError` if one has moved, and at every later sync until somebody connects anew."""
-        now = _addresses(model)
-        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
-        if moved:
-            raise EngineStateError(
-                f"{self._engine} moved {len(moved)} parameter(s) {when}: {first_five(moved)}. CUDA graphs may still "
-                f"read the old memory: restart the engine, or, if it captured none, connect again"
-            )
+    def check(self, model: nn.Module, when: str) -> Mapping[str, torch.Tensor]:
+        """`tensors`, with one look for both.
+
+        Raises `EngineStateError` if a parameter has moved, and at every later sync until somebody connects anew.
+        """
+        glance = self._look(model)
+        if glance.key != self._settled:
+            now = _addresses(model)
+            moved = [name for name, address in self._addresses.items() if now.get(name) != address]
+            if moved:
+                raise EngineStateError(
+                    f"{self._engine} moved {len(moved)} parameter(s) {when}: {first_five(moved)}. CUDA graphs may "
+                    f"still read the old memory: restart the engine, or, if it captured none, connect again"
+                )
+        return self._detached(glance)
+
+    def _look(self, model: nn.Module) -> Glance:
+        """A glance, and names anew if it shows anything that the last one did not."""
+        glance = glance_at(model)
+        if glance.key != self._seen:
+            numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
+            self._numbers = {name: numbers[id(tensor)] for name, tensor, _ in named_tensors(model)}
+            self._seen = glance.key
+        return glance
+
+    def _detached(self, glance: Glance) -> Mapping[str, torch.Tensor]:
+        with torch._C.DisableTorchFunctionSubclass():
+            tensors = map(torch.Tensor.detach, map(glance.tensors.__getitem__, self._numbers.values()))
+            return dict(zip(self._numbers, tensors, strict=True))
 
 
 class SettlingLoader(Loader, Protocol):
@@ -55,5 +85,5 @@ class SettlingWorker(Worker):
         return super()._examine(specs, void)
 
 
-def _addresses(model: torch.nn.Module) -> dict[str, int]:
+def _addresses(model: nn.Module) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor, is_parameter in named_tensors(model) if is_parameter}

@@ -132,6 +132,7 @@ class SGLangLoader:
         self._model_ref = weakref.ref(model)
         self._folder = folder
         self._places = Places(self.engine)
+        self._held: Mapping[str, torch.Tensor] | None = None
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
 
     def endpoint(self) -> Endpoint:
@@ -140,7 +141,7 @@ class SGLangLoader:
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         """Parameters and buffers by SGLang's names, tied ones once."""
-        return {name: tensor.detach() for name, tensor, _ in named_tensors(self._model())}
+        return self._held if self._held is not None else self._places.tensors(self._model())
 
     def required(self) -> Sequence[str]:
         """Every parameter."""
@@ -166,10 +167,11 @@ class SGLangLoader:
 
     def begin(self) -> None:
         """Raises `EngineStateError` if a parameter has moved since `settle`."""
-        self._places.check(self._model(), "since it was connected")
+        self._held = self._places.check(self._model(), "since it was connected")
 
     def finish(self) -> None:
         """Let the model derive what it derives from its weights. Raises if a parameter has moved."""
+        self._held = None
         model: Any = self._model()
         if hasattr(model, "post_load_weights"):
             with writable(self.targets()):
@@ -177,7 +179,8 @@ class SGLangLoader:
         self._places.check(model, "while it loaded")
 
     def rollback(self) -> None:
-        """Nothing: the next sync writes every parameter again, in place."""
+        """The next sync writes every parameter again, in place."""
+        self._held = None
 
     def _of_the_right_shape(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         if self._shapes is None:

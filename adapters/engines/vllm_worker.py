@@ -84,6 +84,7 @@ class VLLMLoader:
         self._stand_ins: vllm_reload.StandIns | None = None
         self._reloading = False
         self._places = Places(self.engine)
+        self._held: Mapping[str, torch.Tensor] | None = None
         # Never read. In a rehearsal it is written for each tensor, which tells the dry run that more happens to it
         # than a copy into a parameter: the reload keeps it and repacks it.
         self._elsewhere = torch.empty((), dtype=torch.uint8)
@@ -101,7 +102,7 @@ class VLLMLoader:
         """Parameters and buffers by vLLM's names, tied ones once; stand-ins where vLLM repacked the weights."""
         if (stand_ins := self._rehearsal()) is not None:
             return stand_ins.targets
-        return {name: tensor.detach() for name, tensor, _ in named_tensors(self._model())}
+        return self._held if self._held is not None else self._places.tensors(self._model())
 
     def required(self) -> Sequence[str]:
         """Every parameter."""
@@ -142,7 +143,7 @@ class VLLMLoader:
     def begin(self) -> None:
         """Open a reload where one is needed. Raises `EngineStateError` if a parameter has moved since `settle`."""
         model = self._model()
-        self._places.check(model, "since it was connected")
+        self._held = self._places.check(model, "since it was connected")
         if self.repacked:
             self._reloading = True
             with self._context():
@@ -150,6 +151,7 @@ class VLLMLoader:
 
     def finish(self) -> None:
         """Let attention layers and reloaded layers derive what they derive. Raises if a parameter has moved."""
+        self._held = None
         worker, model = self._alive(), self._model()
         with self._context():
             if self._reloading:
@@ -161,6 +163,7 @@ class VLLMLoader:
 
     def rollback(self) -> None:
         """Close a failed reload, so that the next one starts afresh."""
+        self._held = None
         if self._reloading:
             self._reloading = False
             with self._context():

@@ -4,8 +4,8 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from wsync.adapters.trainers.glance import Glance, glance_at
 from wsync.adapters.trainers.sharded import ShardedProducer
+from wsync.glance import Glance, glance_at
 
 
 class ModuleProducer(ShardedProducer):

@@ -12,12 +12,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wsync.adapters.trainers.exchange import Exchange, Layout, Piece, compile_exchange
-from wsync.adapters.trainers.glance import Glance
 from wsync.adapters.trainers.names import Held, Source, held_tensors, left_out, sources
 from wsync.deadline import Deadline
 from wsync.digest import digest_part
 from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError, first_five
 from wsync.gather import GatherPlan, aligned, holders_of
+from wsync.glance import Glance
 from wsync.group import Group
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.regions import Region

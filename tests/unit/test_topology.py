@@ -35,6 +35,7 @@ class Willing:
     """A transport that serves everything."""
 
     name: str = "willing"
+    by_reference: bool = False
 
     def refuse(self, topology: Topology) -> str | None:
         return None

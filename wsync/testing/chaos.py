@@ -52,7 +52,7 @@ class ChaosTransport:
     """`inner` with one `fault`. Receivers in other processes need it too only for faults on their side."""
 
     def __init__(self, inner: Transport, fault: Fault) -> None:
-        self.name = inner.name
+        self.name, self.by_reference = inner.name, inner.by_reference and fault.side == "receiver"
         self._inner, self._fault = inner, fault
 
     def refuse(self, topology: Topology) -> str | None:

@@ -39,6 +39,8 @@ class CollectiveTransport:
         host: address of this host that the sender binds, and that receivers reach.
     """
 
+    by_reference = False
+
     def __init__(self, backend: str, host: str = "127.0.0.1") -> None:
         """Local. The default host is reached from this host only."""
         self.name, self.host = backend, host

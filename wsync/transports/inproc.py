@@ -10,7 +10,7 @@ import hmac
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -21,8 +21,12 @@ from wsync.errors import ClosedError, PeerError, ProtocolError, TransportError
 from wsync.plan import Bucket, Plan
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
+from wsync.traits import all_on_cpu
 from wsync.transports.ring import Ring, check_order, failed, failure_of
 from wsync.views import Views
+
+_Events = Sequence[tuple[torch.device, torch.cuda.Event]]
+"""One a CUDA device: all that one thread had queued on its current stream there."""
 
 _channels: "weakref.WeakValueDictionary[str, _Channel]" = weakref.WeakValueDictionary()
 
@@ -35,8 +39,8 @@ class _Item:
     payload: torch.Tensor | Views
     """The slot that holds it, or its tensors where they lie."""
 
-    written: Sequence[tuple[torch.device, torch.cuda.Event]]
-    """For each device that the bucket lies on: what the publishing thread had queued there by then."""
+    written: _Events
+    """What the publishing thread had queued by then, on the devices that the bucket lies on."""
 
 
 class _Channel:
@@ -46,6 +50,7 @@ class _Channel:
         self.changed = threading.Condition()
         self.ticket, self.ring, self.slot_bytes = ticket, ring, slot_bytes
         self.items: dict[int, _Item] = {}
+        self.read: dict[int, _Events] = {}
         self.connected: set[int] = set()
         self.left: set[int] = set()
         self.failure: tuple[int, str, str] | None = None
@@ -56,9 +61,10 @@ class _Channel:
         while not done():
             self.changed.wait(deadline.remaining(waiting_for()))
 
-    def release(self, receiver: int) -> None:
-        """Receiver `receiver` is done with its present item. What all are done with is dropped."""
+    def release(self, receiver: int, read: _Events) -> None:
+        """Receiver `receiver` has queued all that reads its present item. What all are done with is dropped."""
         with self.changed:
+            self.read[receiver] = read
             if self.sender_closed:
                 raise PeerError("the sender closed while a bucket was being read")
             self.ring.release(receiver, self.ring.released[receiver])
@@ -66,6 +72,11 @@ class _Channel:
             for sequence in [number for number in self.items if number < kept]:
                 del self.items[sequence]
             self.changed.notify_all()
+
+    def order(self) -> None:
+        """What this thread queues from now on comes after all that was queued to read. Call with `changed` held."""
+        for events in self.read.values():
+            _wait_for(events)
 
     def leave(self, receiver: int) -> None:
         """Receiver `receiver` closed."""
@@ -130,6 +141,7 @@ class InprocSender:
         with self._channel.changed:
             slot, count = self._channel.ring.acquire()
             self._wait(count, range(self._receivers), deadline)
+            self._channel.order()
             if slot == len(self._slots):
                 self._slots.append(_allocate(self._channel.slot_bytes, self._device))
             self._channel.ring.acquired()
@@ -156,6 +168,7 @@ class InprocSender:
         """See `wsync.Sender`."""
         with self._channel.changed:
             self._wait(self._channel.ring.published, (), deadline)
+            self._channel.order()
 
     def close(self) -> None:
         """See `wsync.Sender`."""
@@ -183,18 +196,25 @@ class InprocSender:
 
     def _publish(self, sequence: int, bucket: Bucket, payload: torch.Tensor | Views) -> None:
         memories = [payload] if isinstance(payload, torch.Tensor) else payload.memories
-        self._channel.items[sequence] = _Item(bucket.index, payload, _queued(memories))
+        devices = set() if all_on_cpu(memories) else {memory.device for memory in memories if memory.is_cuda}
+        self._channel.items[sequence] = _Item(bucket.index, payload, _queued(devices))
         self._channel.changed.notify_all()
 
 
-def _queued(memories: Sequence[torch.Tensor]) -> Sequence[tuple[torch.device, torch.cuda.Event]]:
-    """An event on the current stream of each CUDA device that `memories` lie on."""
+def _queued(devices: Collection[torch.device]) -> _Events:
+    """An event on the current stream of each of these CUDA devices."""
     events = []
-    for device in {memory.device for memory in memories if memory.device.type == "cuda"}:
+    for device in devices:
         event = cast("Any", torch.cuda.Event)()
         event.record(torch.cuda.current_stream(device))
         events.append((device, event))
     return events
+
+
+def _wait_for(events: _Events) -> None:
+    """Let the current streams wait; the calling thread does not."""
+    for device, event in events:
+        torch.cuda.current_stream(device).wait_event(event)
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -215,18 +235,13 @@ class InprocReceiver:
 
     def buckets(self, plan: Plan, deadline: Deadline) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
         """See `wsync.Receiver`. Tensors that were handed over are the sender's own: read them only."""
-        devices: set[torch.device] = set()
+        devices = set[torch.device]()
         for bucket in plan.buckets:
             item = self._next(bucket, deadline.restart())
             devices.update(device for device, _ in item.written)
-            in_slot = isinstance(item.payload, torch.Tensor)
             yield bucket, plan.views(bucket, item.payload) if isinstance(item.payload, torch.Tensor) else item.payload
             del item
-            # What was handed over stays as it is until the last release; a slot is written again after its own.
-            if in_slot or bucket is plan.buckets[-1]:
-                for device in devices:
-                    torch.cuda.current_stream(device).synchronize()
-            self._channel.release(self._index)
+            self._channel.release(self._index, _queued(devices))
 
     def fail(self, message: str) -> None:
         """See `wsync.Receiver`."""
@@ -254,8 +269,7 @@ class InprocReceiver:
             channel.wait(done, deadline, lambda: f"the sender to commit bucket {bucket.index}")
             item = channel.items[sequence]
             check_order(sequence, item.index, sequence, bucket, channel.slot_bytes)
-        for device, event in item.written:
-            torch.cuda.current_stream(device).wait_event(event)
+        _wait_for(item.written)
         return item
 
 
@@ -263,6 +277,7 @@ class InprocTransport:
     """Between threads of one process."""
 
     name = "inproc"
+    by_reference = True
 
     def refuse(self, topology: Topology) -> str | None:
         """See `wsync.Transport`."""

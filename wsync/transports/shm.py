@@ -19,6 +19,7 @@ class ShmTransport:
     """Between processes of one host, weights of the receivers in host memory. Linux only."""
 
     name = "shm"
+    by_reference = False
 
     def refuse(self, topology: Topology) -> str | None:
         """See `wsync.Transport`."""
