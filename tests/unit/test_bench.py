@@ -95,7 +95,8 @@ def test_a_wrong_bit_and_a_dead_rank_are_found(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--case", "huge"], "argument --case: invalid choice: 'huge'"),
+        (["--case", "huge"], "unknown cases ['huge']; choose from dense-0.5b, dense-7b"),
+        (["--suite", "gpu", "--case", "huge"], "unknown GPU cases ['huge']; choose from vllm-dense"),
         (["--producer", "jax"], "invalid choice: 'jax'"),
         (["--scale", "2"], "2 is not in (0, 1]"),
         (["--scale", "half"], "half is not a number"),
@@ -136,3 +137,5 @@ def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         *("dense-0.5b", "dense-7b", "moe", "tiny", "large")
     ]
+    assert main(["--suite", "gpu", "--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()][:2] == ["vllm-dense", "vllm-moe"]

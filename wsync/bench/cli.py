@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
 from itertools import product
@@ -43,25 +43,64 @@ def main(argv: Sequence[str] | None = None, *, fault: Fault | None = None) -> in
     """
     options = _parser().parse_args(argv)
     if options.list:
-        for case in CASES.values():
-            print(f"{case.name:<12}{case.about}")
+        for name, about in _listed(options.suite):
+            print(f"{name:<14}{about}")
         return 0
+    if options.suite == "gpu":
+        return _run_gpu_suite(options)
     try:
         jobs = _jobs(options, fault)
         for path in [options.plot] if options.plot else []:
             check_plot(path)
-        if options.json not in (None, "-") and not Path(options.json).parent.is_dir():
-            raise ConfigError(f"--json {options.json}: there is no folder {Path(options.json).parent}")
+        _check_json(options.json)
     except WsyncError as error:
-        print(f"python -m wsync.bench: {error}", file=sys.stderr)
-        return MISUSED
+        return _misused(error)
     rows = _measure(jobs)
     table(rows, sys.stderr if options.json == "-" else sys.stdout)
     if options.json:
-        _write(rows, options.json)
+        compared = [{"of": of, "ratio": ratio} for of, ratio in tiny_to_large(rows)]
+        _write({"tiny_to_large": compared, "rows": [row.as_json() for row in rows]}, options.json)
     if options.plot:
         plot(rows, options.plot)
     return 0 if all(row.ok for row in rows) else WRONG
+
+
+def _run_gpu_suite(options: argparse.Namespace) -> int:
+    from wsync.bench.gpu import suite
+
+    try:
+        names = suite.choose(options.case)
+        _check_json(options.json)
+        if options.plot:
+            raise ConfigError("--plot draws rows of the host suite only")
+    except WsyncError as error:
+        return _misused(error)
+    results = []
+    for number, name in enumerate(names, 1):
+        print(f"[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
+        results.append(suite.measure(name, options.timeout_s))
+    suite.table(results, sys.stderr if options.json == "-" else sys.stdout)
+    if options.json:
+        _write({"rows": results}, options.json)
+    return 0 if all(result["ok"] for result in results) else WRONG
+
+
+def _listed(suite: str) -> list[tuple[str, str]]:
+    if suite == "host":
+        return [(case.name, case.about) for case in CASES.values()]
+    from wsync.bench.gpu.cases import CASES as GPU_CASES
+
+    return [(name, case.about) for name, case in GPU_CASES.items()]
+
+
+def _misused(error: WsyncError) -> int:
+    print(f"python -m wsync.bench: {error}", file=sys.stderr)
+    return MISUSED
+
+
+def _check_json(where: str | None) -> None:
+    if where not in (None, "-") and not Path(where).parent.is_dir():
+        raise ConfigError(f"--json {where}: there is no folder {Path(where).parent}")
 
 
 def _measure(jobs: Sequence[Job]) -> list[Row]:
@@ -77,6 +116,9 @@ def _measure(jobs: Sequence[Job]) -> list[Row]:
 
 def _jobs(options: argparse.Namespace, fault: Fault | None) -> list[Job]:
     """One job for each combination. Raises `ConfigError` or `UnsupportedError` for what cannot be measured here."""
+    unknown = [case for case in options.case or () if case not in CASES]
+    if unknown:
+        raise ConfigError(f"unknown cases {unknown}; choose from {', '.join(CASES)}")
     for name in options.transport:
         _check_transport(name)
     dtype = _DTYPES[options.dtype]
@@ -96,7 +138,7 @@ def _jobs(options: argparse.Namespace, fault: Fault | None) -> list[Job]:
             fault=fault,
         )
         for case, producer, ranks, transport, mib in product(
-            options.case, options.producer, options.ranks, options.transport, options.bucket_mib
+            options.case or CASES, options.producer, options.ranks, options.transport, options.bucket_mib
         )
     ]
     free = free_bytes()
@@ -116,13 +158,12 @@ def _check_transport(name: str) -> None:
         raise ConfigError(f"transport {name!r} cannot be measured here: {reason}")
 
 
-def _write(rows: Sequence[Row], where: str) -> None:
+def _write(found: Mapping[str, object], where: str) -> None:
     content = {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "hardware": hardware(),
         "versions": versions(),
-        "tiny_to_large": [{"of": of, "ratio": ratio} for of, ratio in tiny_to_large(rows)],
-        "rows": [row.as_json() for row in rows],
+        **found,
     }
     text = json.dumps(content, indent=1) + "\n"
     if where == "-":
@@ -139,7 +180,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--list", action="store_true", help="list the cases and end")
-    add("--case", nargs="+", choices=tuple(CASES), default=list(CASES), metavar="NAME", help=", ".join(CASES))
+    add("--suite", choices=("host", "gpu"), default="host", help="gpu: real engines on a CUDA device (default host)")
+    add("--case", nargs="+", metavar="NAME", help=f"default: all; of the host suite: {', '.join(CASES)}")
     add("--transport", nargs="+", default=list(_TRANSPORTS), metavar="NAME", help="default: inproc shm gloo")
     add("--producer", nargs="+", choices=PRODUCERS, default=["module"], metavar="KIND", help=", ".join(PRODUCERS))
     add("--ranks", nargs="+", type=_count, default=[1], metavar="N", help="trainer ranks")

@@ -9,7 +9,7 @@ import torch
 
 
 def hardware() -> dict[str, object]:
-    """CPU, cores that this process may use, memory."""
+    """CPU, cores that this process may use, memory, GPUs."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -17,6 +17,7 @@ def hardware() -> dict[str, object]:
         "cpu": models[0] if models else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
     }
 
 

@@ -1,0 +1,92 @@
+"""The GPU suite as far as it goes without a GPU: what it refuses, what it makes of a case that fails, the table."""
+
+import io
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from wsync.bench.cli import MISUSED, main
+from wsync.bench.gpu import suite
+from wsync.bench.gpu.models import DENSE, MOE, config_of, engine_side
+from wsync.bench.gpu.outcome import Limit, Outcome
+from wsync.bench.samples import Samples
+from wsync.errors import ConfigError
+
+TIMEOUT_S = 0.5
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--suite", "gpu"]) == MISUSED
+    assert "needs a CUDA device" in capsys.readouterr().err
+
+
+def test_without_an_engine_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="need sglang or vllm"):
+        suite.choose(None)
+
+
+def test_only_cases_whose_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "sglang" else None)
+    assert suite.choose(None) == ["sglang-ipc"]
+
+
+def test_a_case_that_takes_too_long_is_ended_and_is_a_row_that_is_not_right() -> None:
+    result = suite.measure("vllm-dense", TIMEOUT_S)
+    assert result["ok"] is False
+    assert "nothing within 0.5 s" in result["error"]
+    out = io.StringIO()
+    suite.table([result], out)
+    assert "failed" in out.getvalue()
+
+
+def test_an_outcome_as_data_and_in_the_table() -> None:
+    outcome = Outcome(
+        case="vllm-dense",
+        tensors=339,
+        nbytes=15_200_000_000,
+        samples=Samples(seconds=(0.02, 0.03, 0.01), references={"device copy": (0.01, 0.01, 0.01, 0.01)}),
+        limits=(Limit(reference="device copy", factor=1.3),),
+        checks={"tokens": True, "bytes": False},
+    )
+    shown: Mapping[str, object] = outcome.as_json()
+    assert shown["limits"] == [{"of": "device copy", "at_most": 1.3, "is": pytest.approx(2.0)}]
+    assert shown["ok"] is False
+    out = io.StringIO()
+    suite.table([shown], out)
+    head, line, wrong = out.getvalue().splitlines()
+    assert head.split() == ["case", "tensors", "GB", "ms", "against", "is", "at", "most", "checks"]
+    assert line.split() == [
+        "vllm-dense",
+        "339",
+        "15.2",
+        "20.0",
+        "device",
+        "copy",
+        "2.00",
+        "1.30",
+        "1",
+        "of",
+        "2",
+        "right",
+    ]
+    assert wrong == "vllm-dense: WRONG: bytes"
+
+
+def test_nothing_checked_is_not_right() -> None:
+    assert not Outcome(case="x").ok
+
+
+@pytest.mark.parametrize(("shape", "count"), [(DENSE, 339), (MOE, 4719)])
+def test_shapes_have_as_many_tensors_as_real_models(shape: str, count: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(shape, torch.bfloat16))
+    sides = dict(engine_side(model))
+    assert len(sides) == count
+    assert sum(tensor.numel() for tensor in sides.values()) == sum(one.numel() for one in model.parameters())

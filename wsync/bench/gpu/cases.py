@@ -1,0 +1,270 @@
+"""The cases. Each is called in a fresh process with a GPU, and tells what it measured and what it saw."""
+
+import gc
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import wsync
+from wsync.bench.gpu import engines, models
+from wsync.bench.gpu.outcome import Limit, Outcome, cast, copies, in_turn
+from wsync.config import MIB
+from wsync.session import Session
+
+ROUNDS = 12
+COPY, TWO_COPIES, CAST, LOADER = "device copy", "two device copies", "one cast", "load_weights"
+FLATTENED = "flattened_bucket"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One row of the table."""
+
+    about: str
+    run: Callable[[str], Outcome]
+    """Gets the name of the case."""
+
+    needs: str
+    """The engine's package."""
+
+    separate: bool = False
+    """Whether the engine has processes of its own."""
+
+
+def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Limit, ...]) -> Outcome:
+    """A module into a vLLM of this process, in bf16."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = models.config_of(shape, torch.bfloat16)
+        engine = engines.start_vllm(models.make_folder(config, Path(folder)), "bfloat16")
+        actor = models.make_actor(models.config_of(shape, actor_dtype), actor_dtype, 1)
+        [model] = engine.collective_rpc("get_model")
+        outcome = _outcome(name, actor, torch.bfloat16, limits)
+        places = {key: tensor.data_ptr() for key, tensor in model.named_parameters()}
+        with wsync.connect(actor, engine) as session:
+            references = {LOADER: lambda: _load(engine, model, actor)}
+            numel = outcome.nbytes // 2
+            if actor_dtype == torch.bfloat16:
+                references[COPY] = copies(outcome.nbytes, 1)
+            else:
+                references[CAST] = cast(numel, actor_dtype, torch.bfloat16)
+            outcome.samples = in_turn(session.sync, references, ROUNDS)
+            del references
+            _free()
+            _check_tokens(outcome, session, actor, engine)
+            got = {key: tensor.clone() for key, tensor in model.named_parameters()}
+            _load(engine, model, actor)
+            outcome.checks["bytes as from load_weights"] = all(
+                torch.equal(tensor.view(torch.uint8), got[key].view(torch.uint8))
+                for key, tensor in model.named_parameters()
+            )
+        outcome.checks["every data_ptr unchanged"] = places == {
+            key: tensor.data_ptr() for key, tensor in model.named_parameters()
+        }
+    return outcome
+
+
+def from_another_process(name: str, start: Callable[[Path, str], Any], buckets: int, slots: int) -> Outcome:
+    """A module into an engine with processes of its own, over CUDA IPC."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = models.config_of(models.DENSE, torch.bfloat16)
+        engine = start(models.make_folder(config, Path(folder)), "bfloat16")
+        actor = models.make_actor(config, torch.bfloat16, 1)
+        is_vllm = start is engines.start_vllm
+        limits = (Limit(reference=TWO_COPIES, factor=1.3),) if is_vllm else (Limit(reference=FLATTENED, factor=1.0),)
+        outcome = _outcome(name, actor, torch.bfloat16, limits)
+        _free()
+        free = torch.cuda.mem_get_info()[0]
+        settings = wsync.SyncConfig(transport="cuda_ipc", bucket_bytes=buckets * MIB, num_slots=slots)
+        with wsync.connect(actor, engine, config=settings) as session:
+            session.sync()
+            outcome.facts["device bytes taken"] = free - torch.cuda.mem_get_info()[0]
+            references = {TWO_COPIES: copies(outcome.nbytes, 2)}
+            if not is_vllm:
+                references[FLATTENED] = lambda: _flattened(engine, actor, buckets * MIB)
+            outcome.samples = in_turn(session.sync, references, ROUNDS)
+            outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)
+            del references
+            _free()
+            _check_tokens(outcome, session, actor, engine)
+        outcome.facts["buckets"] = f"{slots} x {buckets} MiB"
+        if not is_vllm:
+            engine.shutdown()
+    return outcome
+
+
+def steady(name: str) -> Outcome:
+    """200 syncs into a vLLM of this process: what is held must not grow."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = models.config_of(models.DENSE, torch.bfloat16, small=True)
+        engine = engines.start_vllm(models.make_folder(config, Path(folder)), "bfloat16")
+        actor = models.make_actor(config, torch.bfloat16, 1)
+        outcome = _outcome(name, actor, torch.bfloat16, ())
+        with wsync.connect(actor, engine) as session:
+            for _ in range(20):
+                session.sync()
+            before = _held()
+            for _ in range(200):
+                session.sync()
+            after = _held()
+            _check_tokens(outcome, session, actor, engine)
+        outcome.facts |= {"before": before, "after": after}
+        outcome.checks["200 syncs hold nothing more"] = before == after
+    return outcome
+
+
+def captured(name: str) -> Outcome:
+    """CUDA graphs that were captured before the sync answer with the new weights."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = models.config_of(models.DENSE, torch.float32, small=True)
+        engine = engines.start_vllm(models.make_folder(config, Path(folder)), "float32", eager=False)
+        actor = models.make_actor(config, torch.float32, 1)
+        outcome = _outcome(name, actor, torch.float32, ())
+        with wsync.connect(actor, engine) as session:
+            _check_tokens(outcome, session, actor, engine)
+    return outcome
+
+
+def asleep(name: str) -> Outcome:
+    """Sleep level 2, wake the weights, sync, wake the cache: tokens and buffers are what they should be."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = models.config_of(models.DENSE, torch.float32, small=True)
+        engine = engines.start_vllm(models.make_folder(config, Path(folder)), "float32", sleep=True)
+        actor = models.make_actor(config, torch.float32, 1)
+        outcome = _outcome(name, actor, torch.float32, ())
+        [model] = engine.collective_rpc("get_model")
+        buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
+        with wsync.connect(actor, engine) as session:
+            [handle] = session.engines
+            _check_tokens(outcome, session, actor, engine)
+            free = torch.cuda.mem_get_info()[0]
+            handle.sleep(level=2)
+            outcome.facts["bytes that sleep gave back"] = torch.cuda.mem_get_info()[0] - free
+            models.randomize(actor, 7)
+            handle.wake_up(["weights"])
+            session.sync()
+            handle.wake_up(["kv_cache"])
+            expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
+            outcome.checks["tokens after sleep"] = engines.answers_of(engine) == expected
+        outcome.checks["buffers after sleep"] = all(
+            torch.equal(buffer, buffers[key]) for key, buffer in model.named_buffers()
+        )
+    return outcome
+
+
+CASES: Mapping[str, Case] = {
+    "vllm-dense": Case(
+        about="module to vLLM in one process, dense 7B, bf16",
+        run=lambda name: in_process(
+            name,
+            models.DENSE,
+            torch.bfloat16,
+            (Limit(reference=COPY, factor=1.3), Limit(reference=LOADER, factor=1 / 3)),
+        ),
+        needs="vllm",
+    ),
+    "vllm-moe": Case(
+        about="the same, MoE with 4,719 tensors",
+        run=lambda name: in_process(
+            name,
+            models.MOE,
+            torch.bfloat16,
+            (Limit(reference=COPY, factor=1.8), Limit(reference=LOADER, factor=1 / 25)),
+        ),
+        needs="vllm",
+    ),
+    "vllm-cast": Case(
+        about="fp32 module to bf16 vLLM in one process, dense 7B",
+        run=lambda name: in_process(name, models.DENSE, torch.float32, (Limit(reference=CAST, factor=1.3),)),
+        needs="vllm",
+    ),
+    "vllm-ipc": Case(
+        about="another process to vLLM over CUDA IPC, dense 7B",
+        run=lambda name: from_another_process(name, engines.start_vllm, 256, 2),
+        needs="vllm",
+        separate=True,
+    ),
+    "vllm-ipc-1g": Case(
+        about="the same, 2 slots of 1 GiB",
+        run=lambda name: from_another_process(name, engines.start_vllm, 1024, 2),
+        needs="vllm",
+        separate=True,
+    ),
+    "vllm-graphs": Case(about="CUDA graphs answer with new weights", run=captured, needs="vllm"),
+    "vllm-sleep": Case(about="sleep level 2, wake, sync", run=asleep, needs="vllm"),
+    "vllm-200": Case(about="200 syncs hold nothing more", run=steady, needs="vllm"),
+    "sglang-ipc": Case(
+        about="another process to SGLang over CUDA IPC, dense 7B",
+        run=lambda name: from_another_process(name, engines.start_sglang, 256, 2),
+        needs="sglang",
+        separate=True,
+    ),
+}
+
+
+def _outcome(name: str, actor: nn.Module, dtype: torch.dtype, limits: tuple[Limit, ...]) -> Outcome:
+    sent = [tensor.numel() for _, tensor in models.engine_side(actor)]
+    return Outcome(case=name, tensors=len(sent), nbytes=sum(sent) * dtype.itemsize, limits=limits)
+
+
+def _check_tokens(outcome: Outcome, session: Session, actor: nn.Module, engine: Any) -> None:
+    """Three syncs of new weights; each time the engine says what transformers says, and not what it said before."""
+    answers = list[list[list[int]]]()
+    for seed in (2, 3, 4):
+        models.randomize(actor, seed)
+        session.sync()
+        expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
+        answers.append(engines.answers_of(engine))
+        outcome.checks[f"tokens of weights {seed}"] = answers[-1] == expected and answers[-1] not in answers[:-1]
+
+
+@torch.no_grad()
+def _load(engine: Any, model: Any, actor: nn.Module) -> None:
+    """vLLM's own loader, called directly."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(engine.llm_engine.vllm_config):
+        model.load_weights(models.engine_side(actor))
+
+
+def _flattened(engine: Any, actor: nn.Module, limit: int) -> None:
+    """SGLang's own fastest update, as trainers call it: buckets in one flat tensor each."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    bucket, size = list[tuple[str, torch.Tensor]](), 0
+
+    def send() -> None:
+        flat = FlattenedTensorBucket(named_tensors=bucket)
+        data = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        engine.update_weights_from_tensor(
+            named_tensors=[MultiprocessingSerializer.serialize(data)], load_format=FLATTENED, flush_cache=False
+        )
+
+    for name, tensor in models.engine_side(actor):
+        if bucket and size + tensor.nbytes > limit:
+            send()
+            bucket, size = [], 0
+        bucket.append((name, tensor))
+        size += tensor.nbytes
+    send()
+
+
+def _held() -> dict[str, int]:
+    _free()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "free on device": torch.cuda.mem_get_info()[0],
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def _free() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()

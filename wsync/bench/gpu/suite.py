@@ -1,0 +1,96 @@
+"""All cases, one process each, and the table."""
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from wsync.bench.gpu.cases import CASES
+from wsync.errors import ConfigError
+
+Result = Mapping[str, Any]
+
+_HEADS = ("case", "tensors", "GB", "ms", "against", "is", "at most", "checks")
+
+
+def choose(names: Sequence[str] | None) -> list[str]:
+    """Names of cases. Raises `ConfigError` for an unknown one, without a GPU, or if no engine for them is there."""
+    import torch
+
+    unknown = [name for name in names or () if name not in CASES]
+    if unknown:
+        raise ConfigError(f"unknown GPU cases {unknown}; choose from {', '.join(CASES)}")
+    if not torch.cuda.is_available():
+        raise ConfigError("the GPU suite needs a CUDA device, and torch sees none")
+    there = {engine for engine in ("vllm", "sglang") if importlib.util.find_spec(engine) is not None}
+    found = [name for name in names or CASES if CASES[name].needs in there]
+    if not found:
+        needed = sorted({CASES[name].needs for name in names or CASES})
+        raise ConfigError(f"these cases need {' or '.join(needed)}, and none is installed")
+    return found
+
+
+def measure(name: str, timeout_s: float) -> Result:
+    """Run one case in a process of its own, which is gone afterwards with all that it started."""
+    case = CASES[name]
+    environment = os.environ | {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if case.separate else "0",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        out, log = Path(folder) / "outcome.json", Path(folder) / "log.txt"
+        with log.open("w") as words:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "wsync.bench.gpu.one", name, str(out)],
+                env=environment,
+                stdout=words,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                code: int | str = process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                code = f"nothing within {timeout_s:g} s"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if out.is_file():
+            return json.loads(out.read_text())  # type: ignore[no-any-return]
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])
+        return {"case": name, "ok": False, "error": f"ended with {code}:\n{tail}"}
+
+
+def table(results: Sequence[Result], out: TextIO) -> None:
+    """A line for each reference that has a limit, and below them what failed."""
+    lines = [_HEADS, *(line for result in results for line in _lines(result))]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(_HEADS))]
+    for line in lines:
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip(), file=out)
+    for result in results:
+        failed = [check for check, right in result.get("checks", {}).items() if not right]
+        if failed:
+            print(f"{result['case']}: WRONG: {', '.join(failed)}", file=out)
+        if "error" in result:
+            print(f"{result['case']}: {result['error']}", file=out)
+
+
+def _lines(result: Result) -> list[tuple[str, ...]]:
+    checks = result.get("checks", {})
+    right = f"{sum(checks.values())} of {len(checks)} right" if checks else "failed"
+    head = (result["case"], str(result.get("tensors", "")), f"{result.get('nbytes', 0) / 1e9:.1f}")
+    if not result.get("limits"):
+        return [(*head, "", "", "", "", right)]
+    ms = f"{result['seconds'] * 1e3:.1f}"
+    return [
+        (*head, ms, str(limit["of"]), f"{limit['is']:.2f}", f"{limit['at_most']:.2f}", right)
+        for limit in result["limits"]
+    ]
