@@ -189,9 +189,9 @@ CASES: Mapping[str, Case] = {
         needs="vllm",
         separate=True,
     ),
-    "vllm-ipc-1g": Case(
-        about="the same, 2 slots of 1 GiB",
-        run=lambda name: from_another_process(name, engines.start_vllm, 1024, 2),
+    "vllm-ipc-4g": Case(
+        about="the same, 2 slots of 4 GiB",
+        run=lambda name: from_another_process(name, engines.start_vllm, 4096, 2),
         needs="vllm",
         separate=True,
     ),
