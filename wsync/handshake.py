@@ -87,7 +87,7 @@ def connect_ranks(
     senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
     patience = Deadline.beyond(config.timeout_s)
     choices = group.local("choose a transport", lambda: _choose_all(producer, engines, transports, config), patience)
-    plan = _plan(producer, wanted, choices, senders, group, config)
+    plan = agree_on_plan(producer, wanted, choices, senders, group, config)
     return Agreement(
         plan=plan,
         senders=senders,
@@ -100,7 +100,7 @@ def connect_ranks(
     )
 
 
-def _plan(
+def agree_on_plan(
     producer: Producer,
     wanted: Sequence[TensorSpec],
     choices: Sequence[Choice],

@@ -5,11 +5,19 @@ from collections.abc import Mapping, Sequence
 import pytest
 import torch
 
+from torch import nn
+
+from wsync.adapters.trainers.module import ModuleProducer
+from wsync.config import SyncConfig
 from wsync.errors import MismatchError
-from wsync.handshake import merge_specs, negotiate
+from wsync.group import Group
+from wsync.handshake import agree_on_plan, merge_specs, negotiate
 from wsync.plan import Owner, TensorSpec
 from wsync.protocols import Manifest
 from wsync.regions import Region
+from wsync.topology import Choice, Topology, local_endpoint
+from wsync.transports.inproc import InprocTransport
+from wsync.transports.shm import ShmTransport
 
 
 def spec(name: str, rank: int, start: int, rows: int, *, dtype: torch.dtype = torch.float32) -> TensorSpec:
@@ -97,3 +105,35 @@ def test_an_optional_buffer_that_nobody_wants_stays_home() -> None:
 def test_an_integer_tensor_is_not_rounded_to_float() -> None:
     with pytest.raises(MismatchError, match=r"w: the trainer holds torch.int32, the engine wants torch.float32"):
         negotiate([spec("w", 0, 0, 4, dtype=torch.int32)], one_engine(manifest({"w": torch.float32})), None)
+
+
+class _OnDevice(ModuleProducer):
+    """Says that its weights are on a GPU."""
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "strided", "buckets"),
+    [
+        (_OnDevice, InprocTransport(), False, 1),
+        (_OnDevice, InprocTransport(), True, 4),
+        (_OnDevice, ShmTransport(), False, 4),
+        (ModuleProducer, InprocTransport(), False, 4),
+    ],
+)
+def test_tensors_that_are_read_in_place_on_a_device_make_one_bucket(
+    kind: type[ModuleProducer], transport: InprocTransport | ShmTransport, strided: bool, buckets: int
+) -> None:
+    module = nn.ParameterList([nn.Parameter(torch.randn(32, 32)) for _ in range(4)])
+    if strided:
+        module[2] = nn.Parameter(torch.randn(32, 64)[:, ::2])
+    producer, here = kind(module), local_endpoint("cpu")
+    choice = Choice(topology=Topology(sender=here, receivers=(here,)), transport=transport, rejected={})
+    group, config = Group(0, 1, None, 5.0), SyncConfig(bucket_bytes=4096)
+    plan = agree_on_plan(producer, producer.metadata(), [choice], [0], group, config)
+    assert len(plan.buckets) == buckets
+    producer.open()
+    assert [producer.references(bucket) is None for bucket in plan.buckets].count(True) == strided
