@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
-
 from torch import nn
 
 from wsync.adapters.trainers.module import ModuleProducer
