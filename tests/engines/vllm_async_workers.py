@@ -257,7 +257,9 @@ async def ended(setups: list[Setup]) -> Facts:
     facts: Facts = {"shut down": await caught(setup.sync("a"))}
     remembered = weakref.ref(setup.llm)
     del setup
-    await asyncio.to_thread(gc.collect)  # which also has the thread of the last sync let go of it
+    began = time.monotonic()
+    while remembered() is not None and time.monotonic() < began + 20.0:
+        await asyncio.to_thread(gc.collect)  # threads of the last sync may not have let go of it yet
     facts["collected"] = remembered() is None
     facts["gone"] = await caught(asyncio.to_thread(session.sync))
     await asyncio.to_thread(session.close)
