@@ -180,6 +180,6 @@ def facts(case: str, folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    result = facts(sys.argv[1], Path(sys.argv[2]))
-    print("FACTS " + json.dumps(result), flush=True)
+    results = {case: facts(case, Path(sys.argv[1], case)) for case in sys.argv[2:]}
+    print("FACTS " + json.dumps(results), flush=True)
     os._exit(0)  # vLLM's threads may keep the interpreter from ending

@@ -1,4 +1,4 @@
-"""The load plan of real vLLM models, each in a process of its own."""
+"""The load plans of real vLLM models, one after the other in a process of their own."""
 
 import json
 import os
@@ -14,14 +14,17 @@ import pytest
 pytestmark = pytest.mark.vllm
 DEADLINE_S = 240.0
 
+CASES = {"llama": (21, 2), "tied": (20, 1), "moe": (45, 2)}
+"""Model -> copies and fills in its plan."""
+
 
 @cache
-def facts(case: str) -> dict[str, Any]:
-    """What the child process found out; `run` kills it at the deadline."""
+def all_facts() -> dict[str, Any]:
+    """What the child process found out, by model; `run` kills it at the deadline."""
     with TemporaryDirectory() as folder:
         environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", "tests.engines.loadplan_vllm_child", case, folder],
+            [sys.executable, "-m", "tests.engines.loadplan_vllm_child", folder, *CASES],
             cwd=Path(__file__).parents[2],
             env=environment,
             capture_output=True,
@@ -35,7 +38,11 @@ def facts(case: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("case", "copies", "fills"), [("llama", 21, 2), ("tied", 20, 1), ("moe", 45, 2)])
+def facts(case: str) -> Any:
+    return all_facts()[case]
+
+
+@pytest.mark.parametrize(("case", "copies", "fills"), [(case, *counts) for case, counts in CASES.items()])
 def test_every_copy_is_recorded_and_replay_equals_load_weights(case: str, copies: int, fills: int) -> None:
     found = facts(case)
     assert found["changed_by_dry_runs"] == []
