@@ -12,14 +12,16 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.bench.gpu import engines, models
+from wsync.bench.gpu import engines, loops, models
 from wsync.bench.gpu.outcome import Limit, Outcome, cast, copies, in_turn
+from wsync.bench.samples import Way
 from wsync.config import MIB
 from wsync.session import Session
 
 ROUNDS = 12
 COPY, TWO_COPIES, CAST, LOADER = "device copy", "two device copies", "one cast", "load_weights"
 FLATTENED = "flattened_bucket"
+EACH, PACKED = "IPC each", "IPC packed"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,10 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], buckets: 
         engine = start(models.make_folder(config, Path(folder)), "bfloat16")
         actor = models.make_actor(config, torch.bfloat16, 1)
         is_vllm = start is engines.start_vllm
-        limits = (Limit(reference=TWO_COPIES, factor=1.3),) if is_vllm else (Limit(reference=FLATTENED, factor=1.0),)
+        rivals = (EACH, PACKED) if is_vllm else (FLATTENED,)
+        limits = tuple(Limit(reference=rival, factor=1.0) for rival in rivals)
+        if is_vllm:
+            limits = (Limit(reference=TWO_COPIES, factor=1.3), *limits)
         outcome = _outcome(name, actor, torch.bfloat16, limits)
         _free()
         free = torch.cuda.mem_get_info()[0]
@@ -84,8 +89,11 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], buckets: 
         with wsync.connect(actor, engine, config=settings) as session:
             session.sync()
             outcome.facts["device bytes taken"] = free - torch.cuda.mem_get_info()[0]
-            references = {TWO_COPIES: copies(outcome.nbytes, 2)}
-            if not is_vllm:
+            references: dict[str, Way] = {TWO_COPIES: copies(outcome.nbytes, 2)}
+            if is_vllm:
+                references[EACH] = lambda: loops.send_each(engine, actor)
+                references[PACKED] = lambda: loops.send_packed(engine, actor, buckets * MIB)
+            else:
                 references[FLATTENED] = lambda: _flattened(engine, actor, buckets * MIB)
             outcome.samples = in_turn(session.sync, references, ROUNDS)
             outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)

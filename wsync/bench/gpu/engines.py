@@ -30,7 +30,7 @@ def start_vllm(folder: Path, dtype: str, *, eager: bool = True, sleep: bool = Fa
         kv_cache_memory_bytes=_CACHE_BYTES,
         max_model_len=512,
         max_num_seqs=8,
-        worker_extension_cls="wsync.adapters.engines.vllm_worker.WorkerExtension",
+        worker_extension_cls="wsync.bench.gpu.loops.LoopExtension",
     )
 
 
