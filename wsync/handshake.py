@@ -115,19 +115,26 @@ def agree_on_plan(
     patience = Deadline.beyond(config.timeout_s)
 
     def direct() -> bool:
-        return producer.device.type == "cuda" and all(choice.transport.by_reference for choice in choices)
+        there = all(getattr(choice.transport, "by_reference", False) for choice in choices)
+        return there and producer.device.type == "cuda"
 
     if all(group.gather("direct", direct, patience)):
         plan = Plan.pack(wanted, sum(spec.nbytes + ALIGNMENT_BYTES for spec in wanted) + ALIGNMENT_BYTES)
         group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
-        group.local("open", producer.open, patience)
-        referred = all(producer.references(bucket) is not None for bucket in plan.buckets)
-        producer.close()
-        if referred:
+        try:
+            group.local("open", producer.open, patience)
+            referred = group.gather("refer", lambda: _refers(producer, plan), patience)
+        finally:
+            producer.close()
+        if all(referred):
             return plan
     plan = Plan.pack(wanted, config.bucket_bytes)
     group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
     return plan
+
+
+def _refers(producer: Producer, plan: Plan) -> bool:
+    return all(producer.references(bucket) is not None for bucket in plan.buckets)
 
 
 def _describe_all(

@@ -6,7 +6,7 @@ live parameter or buffer; its regions are positions in its memory, counted from 
 target that is the flattened tensor too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -116,15 +116,11 @@ class LoadPlan:
     problems: tuple[str, ...]
     """What the loader refused, one sentence each."""
 
-    _traits: Traits = field(init=False, repr=False, compare=False)
-    """Of `layouts`."""
+    _traits: Traits | None = field(init=False, repr=False, compare=False)
+    """Of `layouts`; None if one has a dtype of which there are no tensors without memory."""
 
     def __post_init__(self) -> None:
-        recorded = [
-            torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta")
-            for layout in self.layouts.values()
-        ]
-        object.__setattr__(self, "_traits", traits(recorded))
+        object.__setattr__(self, "_traits", _traits_of(self.layouts.values()))
 
     @property
     def copies(self) -> list[Copy]:
@@ -161,6 +157,15 @@ class LoadPlan:
                 f"{len(changed)} parameters changed since the load plan was made: {first_five(changed)}. "
                 f"Close the session and connect again"
             )
+
+
+def _traits_of(layouts: Iterable[Layout]) -> Traits | None:
+    try:
+        return traits(
+            [torch.empty_strided(layout.shape, layout.strides, dtype=layout.dtype, device="meta") for layout in layouts]
+        )
+    except NotImplementedError:
+        return None
 
 
 def _describe(layout: Layout) -> str:

@@ -190,7 +190,7 @@ class Sender(Protocol):
         ...
 
     def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
-        """Publish `tensors` themselves as `bucket`. They must stay unchanged until `drain` returns."""
+        """Publish `tensors` themselves as `bucket`. They must not change before the current stream after `drain`."""
         ...
 
     def drain(self, deadline: Deadline) -> None:
@@ -293,7 +293,7 @@ class Loader(Protocol):
         ...
 
     def finish(self) -> None:
-        """After the last byte: the engine's post-load processing, once. Raises on any leftover."""
+        """The engine's post-load processing, once. Waits for devices without `targets`. Raises on any leftover."""
         ...
 
     def rollback(self) -> None:

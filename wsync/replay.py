@@ -189,10 +189,14 @@ class Replay:
         direct = self._routine.direct(bucket, views.places, self._targets)
         direct.copies.run(views.memories, [self._targets[name] for name in direct.targets])
         flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        last = -1
         for step in direct.others:
             target = self._targets[step.target]
             key = (step.tensor, target.dtype)
             if key not in flats:
+                if step.tensor != last:  # steps come tensor by tensor: one cast at a time
+                    flats.clear()
+                    last = step.tensor
                 flats[key] = _flat(views[step.tensor], bucket.tensors[step.tensor], target.dtype)
             memory_view(target, step.dst).copy_(memory_view(flats[key], step.src))
 

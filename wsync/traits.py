@@ -48,10 +48,10 @@ def all_on_cpu(tensors: Collection[torch.Tensor]) -> bool:
     return all(map(_ON_CPU, tensors))
 
 
-def any_conjugate(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the memory of any of them holds the conjugate of what it shows."""
+def any_bits(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the memory of any of them holds the conjugate or the negative of what it shows."""
     any_complex = any(dtype.is_complex for dtype in set(dtypes(tensors)))
-    return any_complex and any(map(torch.Tensor.is_conj, tensors))
+    return any(map(torch.Tensor.is_neg, tensors)) or (any_complex and any(map(torch.Tensor.is_conj, tensors)))
 
 
 def any_inference(tensors: Sequence[torch.Tensor]) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from wsync.traits import all_contiguous, numels, shapes
+from wsync.traits import all_contiguous, dtypes, numels, shapes
 from wsync.views import Pair, Place, as_dtype
 
 
@@ -19,16 +19,15 @@ from wsync.views import Pair, Place, as_dtype
 class _Row:
     """Runs of equal shape, evenly spaced."""
 
-    shape: tuple[int, ...]
     offset: int
-    step: int
-    count: int
+    sizes: tuple[int, ...]
+    """How many, and the shape of each."""
+
+    strides: tuple[int, ...]
 
     def cut(self, elements: torch.Tensor) -> Sequence[torch.Tensor]:
         """A view of each."""
-        inner = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
-        offset = int(elements.storage_offset()) + self.offset
-        return elements.as_strided((self.count, *self.shape), (self.step, *inner), offset).unbind(0)
+        return elements.as_strided(self.sizes, self.strides, int(elements.storage_offset()) + self.offset).unbind(0)
 
 
 class WholeCopies:
@@ -45,6 +44,7 @@ class WholeCopies:
         self._memory, self._dtype = buffer.memory, buffer.dtype
         self._wholes = [pair[1 - side].memory for pair in pairs]
         self._numels = [pair[side].region.numel for pair in pairs]
+        self._dtypes = [pair[1 - side].dtype for pair in pairs]
         self._rows: Sequence[_Row] = ()
         self._order: Sequence[int] = ()
 
@@ -55,7 +55,12 @@ class WholeCopies:
         """
         buffers, memories = (targets, sources) if self._side else (sources, targets)
         buffer, wholes = buffers[self._memory], list(map(memories.__getitem__, self._wholes))
-        if numels(wholes) != self._numels or not all_contiguous(wholes) or not buffer.is_contiguous():
+        if not (
+            numels(wholes) == self._numels
+            and dtypes(wholes) == self._dtypes
+            and all_contiguous(wholes)
+            and buffer.is_contiguous()
+        ):
             return False
         if not self._rows:
             self._lay_out(shapes(wholes))
@@ -103,12 +108,13 @@ def _is_run(place: Place) -> bool:
 def _rows(shape: tuple[int, ...], offsets: Sequence[int]) -> list[_Row]:
     """Ascending offsets as few evenly spaced rows."""
     rows = list[_Row]()
+    inner = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     begin = 0
     while begin < len(offsets):
         end = begin + 1
         step = offsets[end] - offsets[begin] if end < len(offsets) else 0
         while end < len(offsets) and offsets[end] - offsets[end - 1] == step:
             end += 1
-        rows.append(_Row(shape, offsets[begin], step, end - begin))
+        rows.append(_Row(offsets[begin], (end - begin, *shape), (step, *inner)))
         begin = end
     return rows

@@ -210,10 +210,12 @@ class Worker:
                 Replay(attachment.routine, targets).run(
                     arrivals, loader.load_weights, lambda: self._states.writing(attempt)
                 )
+            devices = _cuda_devices(targets.values())
+            del targets
         with watch.stage("finish"):
             loader.finish()
-            _wait_for_devices(targets.values())
-            del targets
+            for device in devices:
+                torch.cuda.current_stream(device).synchronize()
         self._states.loaded(attempt)
         load, wait = watch.stages["load"], watch.stages["wait"]
         seconds = {"wait": wait, "load": load - wait, "finish": watch.stages["finish"]}
@@ -276,11 +278,8 @@ class Worker:
         }
 
 
-def _wait_for_devices(tensors: Collection[torch.Tensor]) -> None:
-    """Until all that this thread has queued on their devices is done."""
-    if not all_on_cpu(tensors):
-        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
+def _cuda_devices(tensors: Collection[torch.Tensor]) -> Collection[torch.device]:
+    return () if all_on_cpu(tensors) else {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
 def _check_present(targets: Mapping[str, torch.Tensor]) -> None:

@@ -157,6 +157,8 @@ class VLLMLoader:
             if self._reloading:
                 vllm_reload.finish(model, worker.model_config)
                 self._reloading = False
+                if worker.device.type == "cuda":  # the targets are stand-ins, in host memory
+                    torch.cuda.current_stream(worker.device).synchronize()
             else:
                 _process_attention(model, worker.model_config)
         self._places.check(model, "while it loaded")

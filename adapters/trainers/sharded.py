@@ -22,7 +22,7 @@ from wsync.group import Group
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.regions import Region
 from wsync.strided import lacking_bytes, memory_view
-from wsync.traits import any_conjugate
+from wsync.traits import any_bits
 from wsync.views import Place, Views
 
 _Spot = tuple[str, Region]
@@ -110,7 +110,7 @@ class ShardedProducer:
         module = self._alive()
         self._settle(module)
         glance = self._glance(module)
-        if glance is None or glance.key != self._glanced or any_conjugate(glance.tensors):
+        if glance is None or glance.key != self._glanced or any_bits(glance.tensors):
             return None
         return dict(zip(self._numbers, map(glance.tensors.__getitem__, self._numbers.values()), strict=True))
 
@@ -133,7 +133,7 @@ class ShardedProducer:
                 f"{first_five(changed)}; connect again"
             )
         glance = self._glance(self._alive())
-        if glance is not None and not any(map(torch.Tensor.is_neg, glance.tensors)):
+        if glance is not None:
             numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
             if all(id(held[name].tensor) in numbers for name in self._layouts):
                 self._glanced = glance.key

@@ -16,6 +16,14 @@ from wsync.errors import ConfigError
 TIMEOUT_S = 0.5
 
 
+def test_options_of_the_host_suite_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(suite, "choose", lambda names: [])
+    assert main(["--suite", "gpu", "--transport", "shm", "--bucket-mib", "4"]) == MISUSED
+    assert "leave out --transport, --bucket-mib" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--suite", "gpu"]) == MISUSED
@@ -25,7 +33,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_an_engine_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="need sglang or vllm"):
+    with pytest.raises(ConfigError, match="need sglang and vllm: not installed"):
         suite.choose(None)
 
 
@@ -33,6 +41,8 @@ def test_only_cases_whose_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "sglang" else None)
     assert suite.choose(None) == ["sglang-ipc"]
+    with pytest.raises(ConfigError, match="need vllm: not installed"):
+        suite.choose(["sglang-ipc", "vllm-dense"])
 
 
 def test_a_case_that_takes_too_long_is_ended_and_is_a_row_that_is_not_right() -> None:

@@ -150,6 +150,20 @@ def test_a_tensor_that_is_not_whole_or_has_gaps_is_copied_all_the_same() -> None
         assert torch.equal(buffer, expected)
 
 
+def test_bytes_that_stand_for_another_dtype_are_not_converted() -> None:
+    floats = [torch.arange(4, dtype=torch.uint8) + 48 + number for number in range(2)]
+    pairs = [
+        (
+            Place(memory=number, dtype=torch.float8_e4m3fn, region=Region.span(0, 4)),
+            Place(memory=0, dtype=torch.float8_e4m3fn, region=Region.span(4 * number, 4)),
+        )
+        for number in range(2)
+    ]
+    got = torch.zeros(8, dtype=torch.uint8)
+    Copies(pairs).run(floats, [got])
+    assert torch.equal(got, torch.cat(floats))
+
+
 def test_nothing_beyond_a_memory_is_read() -> None:
     one = Whole(shapes=[(4, 3)] * 3, starts=[0, 12, 24], types=(torch.float32, torch.float32))
     _, buffer = one.memories(0)

@@ -8,10 +8,10 @@ from torch import nn
 
 from wsync.adapters.trainers.module import ModuleProducer
 from wsync.config import SyncConfig
-from wsync.errors import MismatchError
+from wsync.errors import MismatchError, ProtocolError
 from wsync.group import Group
 from wsync.handshake import agree_on_plan, merge_specs, negotiate
-from wsync.plan import Owner, TensorSpec
+from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.protocols import Manifest
 from wsync.regions import Region
 from wsync.topology import Choice, Topology, local_endpoint
@@ -136,3 +136,30 @@ def test_tensors_that_are_read_in_place_on_a_device_make_one_bucket(
     assert len(plan.buckets) == buckets
     producer.open()
     assert [producer.references(bucket) is None for bucket in plan.buckets].count(True) == strided
+
+
+class _Refuses(_OnDevice):
+    def references(self, bucket: Bucket) -> Sequence[torch.Tensor] | None:
+        raise MismatchError("what it refers to is gone")
+
+
+def test_a_producer_that_cannot_refer_says_so_in_a_round_and_is_left_closed() -> None:
+    module = nn.Linear(4, 4)
+    producer, here = _Refuses(module), local_endpoint("cpu")
+    choice = Choice(topology=Topology(sender=here, receivers=(here,)), transport=InprocTransport(), rejected={})
+    group = _Counting(0, 1, None, 5.0)
+    with pytest.raises(MismatchError, match="is gone"):
+        agree_on_plan(producer, producer.metadata(), [choice], [0], group, SyncConfig())
+    assert group.reported == ["refer"]
+    with pytest.raises(ProtocolError):
+        producer.stage(Plan.pack(producer.metadata(), 4096).buckets[0], None)
+
+
+class _Counting(Group):
+    """Remembers in which rounds an error was reported."""
+
+    reported: list[str]
+
+    def report(self, phase: str, error: BaseException) -> None:
+        self.reported = [*getattr(self, "reported", []), phase]
+        super().report(phase, error)

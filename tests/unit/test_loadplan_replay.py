@@ -15,7 +15,7 @@ from tests.unit.toy_loader import Place, ToyLoader, checkpoint, specs_of
 from wsync.errors import MismatchError, PeerError, ProtocolError
 from wsync.plan import Bucket, Plan, TensorMeta
 from wsync.record import record, writable
-from wsync.replay import Replay, Routine
+from wsync.replay import Replay, Routine, _flat
 from wsync.verify import check_launch_weights
 
 
@@ -159,6 +159,27 @@ def test_tensors_by_reference_may_be_strided_and_in_the_trainers_dtype() -> None
     for name, tensor in direct.model.named_parameters():
         assert torch.equal(tensor, loader.targets()[name]), name
     assert all(torch.equal(weights[name], tensor) for name, tensor in before.items())
+
+
+def test_one_cast_at_a_time_however_large_the_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where neither end has the wire dtype each tensor is rounded to it first."""
+    weights, alive, most = checkpoint(4), list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def flat(tensor: torch.Tensor, meta: TensorMeta, target: torch.dtype) -> torch.Tensor:
+        most.append(sum(one() is not None for one in alive))
+        made = _flat(tensor, meta, target)
+        alive.append(weakref.ref(made))
+        return made
+
+    loader = ToyLoader()
+    plan = Plan.pack([replace(spec, dtype=torch.bfloat16) for spec in specs_of(weights)], 1 << 20)
+    assert len(plan.buckets) == 1
+    routine = Routine.compile(record(loader, plan.specs), plan)
+    given = [(bucket, [weights[meta.name] for meta in bucket.tensors]) for bucket in plan.buckets]
+    monkeypatch.setattr("wsync.replay._flat", flat)
+    Replay(routine, loader.targets()).run(given, loader.load_weights, lambda: None)
+    assert len(most) > 3
+    assert max(most) <= 1
 
 
 def test_moved_targets_are_found_again_and_reshaped_ones_refused() -> None:

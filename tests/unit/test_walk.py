@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from wsync.glance import glance_at
 from wsync.walk import named_modules, named_tensors
 
 
@@ -34,3 +35,34 @@ def test_the_same_modules_and_tensors_in_the_same_order() -> None:
     ]
     live = dict([*tree.named_parameters(), *tree.named_buffers()])
     assert all(tensor is live[name] for name, tensor, _ in named_tensors(tree))
+
+
+def test_what_cannot_be_told_at_a_glance_is_told_by_a_walk() -> None:
+    sparse = nn.Linear(2, 2)
+    sparse.register_buffer("index", torch.eye(3).to_sparse())
+    first, second = glance_at(sparse), glance_at(sparse)
+    assert first.key != second.key
+    assert {id(tensor) for tensor in first.tensors} == {id(tensor) for _, tensor, _ in named_tensors(sparse)}
+
+
+def test_a_glance_sees_every_change() -> None:
+    linear = nn.Linear(3, 3)
+    module = nn.Sequential(linear, nn.BatchNorm1d(3))
+    seen = [glance_at(module).key]
+
+    def look() -> None:
+        seen.append(glance_at(module).key)
+        assert seen[-1] not in seen[:-1]
+
+    assert glance_at(module).key == seen[0]
+    weight = linear.weight
+    weight.data = weight.data.t()
+    look()
+    weight.data = weight.data.clone()
+    look()
+    linear.weight = nn.Parameter(weight.data)
+    look()
+    module[1].register_buffer("more", torch.zeros(1))
+    look()
+    module.append(nn.Identity())
+    look()

@@ -71,8 +71,7 @@ def _run_gpu_suite(options: argparse.Namespace) -> int:
     try:
         names = suite.choose(options.case)
         _check_json(options.json)
-        if options.plot:
-            raise ConfigError("--plot draws rows of the host suite only")
+        _check_gpu_options(options)
     except WsyncError as error:
         return _misused(error)
     results = []
@@ -83,6 +82,16 @@ def _run_gpu_suite(options: argparse.Namespace) -> int:
     if options.json:
         _write({"rows": results}, options.json)
     return 0 if all(result["ok"] for result in results) else WRONG
+
+
+def _check_gpu_options(options: argparse.Namespace) -> None:
+    """Raises `ConfigError` for what only the host suite heeds."""
+    plain = vars(_parser().parse_args([]))
+    heeded = ("suite", "case", "json", "timeout_s", "list")
+    odd = [name for name, value in vars(options).items() if name not in heeded and value != plain[name]]
+    if odd:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in odd)
+        raise ConfigError(f"the GPU suite has models, transports and slots of its own; leave out {names}")
 
 
 def _listed(suite: str) -> list[tuple[str, str]]:

@@ -162,7 +162,7 @@ class CollectiveSender:
         """Tell the receivers where to meet, and form the group behind the caller's back."""
         end = self._end
         store, port = host_store(self._host, timeout_s)
-        links = end.receivers.links.values()
+        links = list(end.receivers.links.values())
         for link in links:
             with suppress(PeerError):  # heard at the next wait
                 link.send(("form", port, len(links) + 1, float(timeout_s)), Deadline.after(FRAME_TIMEOUT_S))

@@ -85,7 +85,7 @@ class _Channel:
             self.changed.notify_all()
 
     def end(self, slots: list[torch.Tensor]) -> None:
-        """The sender closed. Receivers read nothing more: its tensors may change from now on."""
+        """The sender closed. Receivers read nothing more than they have queued."""
         _channels.pop(self.ticket.address, None)
         with self.changed:
             self.sender_closed = True

@@ -11,7 +11,9 @@ def main(name: str, out: Path) -> None:
     from wsync.bench.gpu.cases import CASES
 
     outcome = CASES[name].run(name)
-    out.write_text(json.dumps(outcome.as_json()))
+    unfinished = out.with_suffix(".part")
+    unfinished.write_text(json.dumps(outcome.as_json()))
+    unfinished.replace(out)
 
 
 if __name__ == "__main__":

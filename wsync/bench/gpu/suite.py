@@ -21,7 +21,10 @@ _HEADS = ("case", "tensors", "GB", "ms", "against", "is", "at most", "checks")
 
 
 def choose(names: Sequence[str] | None) -> list[str]:
-    """Names of cases. Raises `ConfigError` for an unknown one, without a GPU, or if no engine for them is there."""
+    """Names of cases; by default those whose engine is there.
+
+    Raises `ConfigError` for an unknown one, without a GPU, or if an engine is not there.
+    """
     import torch
 
     unknown = [name for name in names or () if name not in CASES]
@@ -31,9 +34,9 @@ def choose(names: Sequence[str] | None) -> list[str]:
         raise ConfigError("the GPU suite needs a CUDA device, and torch sees none")
     there = {engine for engine in ("vllm", "sglang") if importlib.util.find_spec(engine) is not None}
     found = [name for name in names or CASES if CASES[name].needs in there]
-    if not found:
-        needed = sorted({CASES[name].needs for name in names or CASES})
-        raise ConfigError(f"these cases need {' or '.join(needed)}, and none is installed")
+    lacking = sorted({CASES[name].needs for name in names or CASES} - there)
+    if lacking and (names or not found):
+        raise ConfigError(f"these cases need {' and '.join(lacking)}: not installed")
     return found
 
 
