@@ -47,14 +47,14 @@ def sync(actor: object, engine: object, *, config: SyncConfig | None = None, ver
     """
     if _on_event_loop():
         raise ConfigError("wsync.sync would block the running event loop; await wsync.sync_async(...) instead")
-    return _sync(actor, engine, config or SyncConfig(), version)
+    return _sync(actor, engine, _settings(config), version)
 
 
 async def sync_async(
     actor: object, engine: object, *, config: SyncConfig | None = None, version: int | None = None
 ) -> SyncReport:
     """`sync` for event loops: runs on a thread, the loop goes on. Do not touch the actor's weights until it returns."""
-    settings = config or SyncConfig()
+    settings = _settings(config)
     return await asyncio.to_thread(lambda: _sync(actor, engine, settings, version))
 
 
@@ -79,7 +79,7 @@ def connect(
         MismatchError: names, shapes, dtypes or coverage do not fit; the message names the first five.
         ConfigError, RankError, SyncTimeout, EngineStateError, PeerError: see `wsync.errors`.
     """
-    settings = config or SyncConfig()
+    settings = _settings(config)
     rank, world_size, store = _ranks(rank, world_size, store)
     number = store.add(f"wsync/connects/{rank}", 1) if store is not None else 0
     return _connect(actor, engine, settings, _group(rank, world_size, store, f"connect/{number}", settings.timeout_s))
@@ -88,6 +88,8 @@ def connect(
 def _connect(actor: object, engine: object, config: SyncConfig, group: Group) -> Session:
     try:
         producer = registry.producer_for(actor, config.lora)
+        if any(one is actor for one in _as_list(engine)):
+            raise ConfigError("actor and engine are the same object: there is nothing to sync")
         engines = [registry.engine_for(one) for one in _as_list(engine)]
         if len({id(one) for one in engines}) != len(engines):
             raise ConfigError("the same engine was passed twice")
@@ -105,6 +107,12 @@ def _sync(actor: object, engine: object, config: SyncConfig, version: int | None
     except (MismatchError, PeerError):  # one side is perhaps no longer what it was at connect
         _drop(key)
         raise
+
+
+def _settings(config: SyncConfig | None) -> SyncConfig:
+    if config is not None and not isinstance(config, SyncConfig):
+        raise ConfigError(f"config is a {type(config).__name__}; pass a wsync.SyncConfig")
+    return config or SyncConfig()
 
 
 def _on_event_loop() -> bool:

@@ -62,5 +62,7 @@ class SyncConfig:
             raise ConfigError(f"verify is {self.verify!r}; choose None or one of {', '.join(get_args(VerifyMode))}")
         if self.lora not in get_args(LoRAMode):
             raise ConfigError(f"lora is {self.lora!r}; choose one of {', '.join(get_args(LoRAMode))}")
+        if self.dtype is not None and not isinstance(self.dtype, torch.dtype):
+            raise ConfigError(f"dtype is {self.dtype!r}; pass a dtype of torch, such as torch.bfloat16")
         if self.dtype is not None and not self.dtype.is_floating_point:
             raise ConfigError(f"dtype is {self.dtype}; a floating-point dtype is needed")

@@ -123,7 +123,8 @@ class _DryRun:
                 for name in culprits:
                     found.reasons.setdefault(name, f"the loader needs its bytes ({_line(cause)})")
                 return []
-        return [f"{names}: {self.loader.engine} refuses it ({type(error).__name__}: {_line(error)})"]
+        said = _line(error).removeprefix(f"{names}: ")
+        return [f"{names}: {self.loader.engine} refuses it ({type(error).__name__}: {said})"]
 
 
 _NO_BYTES = ("meta", "unallocated storage")

@@ -272,6 +272,8 @@ def _find(role: str, obj: object, entries: Sequence[_Entry], contract: type) -> 
 
 
 def _seen(obj: object) -> str:
+    if isinstance(obj, type):
+        return f"the class {obj.__module__}.{obj.__qualname__} (pass an instance)"
     return f"a {type(obj).__module__}.{type(obj).__qualname__}"
 
 

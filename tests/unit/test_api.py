@@ -268,6 +268,23 @@ def test_closing_one_of_two_sessions_leaves_the_other_at_work() -> None:
         assert same(actor, engine)
 
 
+def test_an_actor_is_no_engine_of_itself() -> None:
+    model = Net(1)
+    with pytest.raises(wsync.ConfigError, match="actor and engine are the same object"):
+        wsync.sync(model, model)
+
+
+def test_wrong_kinds_of_arguments_are_named() -> None:
+    settings: Any = {"verify": "digest"}
+    with pytest.raises(wsync.ConfigError, match=r"config is a dict; pass a wsync\.SyncConfig"):
+        wsync.sync(nn.Linear(2, 2), None, config=settings)
+    name: Any = "bf16"
+    with pytest.raises(wsync.ConfigError, match=r"dtype is 'bf16'; pass a dtype of torch"):
+        wsync.SyncConfig(dtype=name)
+    with pytest.raises(wsync.UnsupportedError, match=r"this engine is the class .*Linear \(pass an instance\)"):
+        wsync.connect(nn.Linear(2, 2), nn.Linear)
+
+
 def test_the_same_engine_twice_is_an_error() -> None:
     engine = Net(2)
     with pytest.raises(wsync.ConfigError, match="the same engine was passed twice"):

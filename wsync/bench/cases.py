@@ -12,6 +12,7 @@ AUTO_BYTES = 256 << 20
 _TINY = 10_000
 _LARGE = 100
 _TINY_SIDE = 128
+_TINY_NUMEL = _TINY_SIDE**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +122,11 @@ CASES: Mapping[str, Case] = {
                 vocab=151936, hidden=2048, inter=768, layers=12, q_out=4096, kv_out=512, experts=128, head=128
             ).shapes,
         ),
-        Case(name="tiny", about="10,000 tensors of 1,024 elements", build=_tiny),
-        Case(name="large", about="100 tensors of 102,400 elements: as many as in tiny", build=_large),
+        Case(name="tiny", about=f"{_TINY:,} tensors of {_TINY_NUMEL:,} elements", build=_tiny),
+        Case(
+            name="large",
+            about=f"{_LARGE} tensors of {_TINY_NUMEL * _TINY // _LARGE:,} elements: as many as in tiny",
+            build=_large,
+        ),
     )
 }

@@ -43,17 +43,16 @@ def choose(names: Sequence[str] | None) -> list[str]:
 def measure(name: str, timeout_s: float) -> Result:
     """Run one case in a process of its own, which is gone afterwards with all that it started."""
     case = CASES[name]
-    environment = os.environ | {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if case.separate else "0",
-        "VLLM_USE_FLASHINFER_SAMPLER": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-    }
+    settings = (
+        f"VLLM_ENABLE_V1_MULTIPROCESSING={int(case.separate)}",
+        "VLLM_USE_FLASHINFER_SAMPLER=0",
+        "VLLM_LOGGING_LEVEL=ERROR",
+    )
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "outcome.json", Path(folder) / "log.txt"
         with log.open("w") as words:
             process = subprocess.Popen(
-                [sys.executable, "-m", "wsync.bench.gpu.one", name, str(out)],
-                env=environment,
+                ["env", *settings, sys.executable, "-m", "wsync.bench.gpu.one", name, str(out)],
                 stdout=words,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
