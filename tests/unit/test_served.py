@@ -153,7 +153,7 @@ def test_an_engine_that_ends_is_heard_at_once_and_its_successor_is_found(engine:
     assert remote.last_version() == 3
     remote.pause("wait", soon())
     served.close()
-    with pytest.raises(PeerError, match="was lost|closed the connection"):  # before the call or in it
+    with pytest.raises(PeerError, match=r"was lost|closed the connection"):  # before the call or in it
         remote.finish(4, "a", soon())
     with pytest.raises(PeerError, match="does not listen"):
         remote.version()
