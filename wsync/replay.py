@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 
 import torch
 
@@ -188,17 +188,13 @@ class Replay:
         views = Views.of(tensors)
         direct = self._routine.direct(bucket, views.places, self._targets)
         direct.copies.run(views.memories, [self._targets[name] for name in direct.targets])
-        flats: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        last = -1
-        for step in direct.others:
-            target = self._targets[step.target]
-            key = (step.tensor, target.dtype)
-            if key not in flats:
-                if step.tensor != last:  # steps come tensor by tensor: one cast at a time
-                    flats.clear()
-                    last = step.tensor
-                flats[key] = _flat(views[step.tensor], bucket.tensors[step.tensor], target.dtype)
-            memory_view(target, step.dst).copy_(memory_view(flats[key], step.src))
+        for number, steps in groupby(direct.others, lambda step: step.tensor):  # one tensor's casts at a time
+            flats: dict[torch.dtype, torch.Tensor] = {}
+            for step in steps:
+                target = self._targets[step.target]
+                if target.dtype not in flats:
+                    flats[target.dtype] = _flat(views[number], bucket.tensors[number], target.dtype)
+                memory_view(target, step.dst).copy_(memory_view(flats[target.dtype], step.src))
 
     def _offer(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors for the loader, each when all of it has arrived; copies, which it may edit and keep."""

@@ -1,7 +1,8 @@
 """What thousands of tensors look like, without a step of the interpreter for each of them."""
 
 from collections.abc import Collection, Sequence
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, not_
 
 import torch
 
@@ -14,7 +15,7 @@ Traits = tuple[Sequence[torch.dtype], Sequence[tuple[int, ...]], Sequence[bool],
 def traits(tensors: Sequence[torch.Tensor]) -> Traits:
     """What plain tensors look like. Strides of all would take as long again, and the garbage collector with them."""
     contiguous = list(map(torch.Tensor.is_contiguous, tensors))
-    strides = [tensor.stride() for tensor in tensors if not tensor.is_contiguous()] if not all(contiguous) else []
+    strides = list(map(torch.Tensor.stride, compress(tensors, map(not_, contiguous))))
     return dtypes(tensors), shapes(tensors), contiguous, strides
 
 

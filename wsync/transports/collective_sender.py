@@ -124,15 +124,12 @@ class CollectiveSender:
             end.check(end.receivers.links)
             number = end.ring.commit(bucket)
             end.sizes.append(bucket.nbytes)
-        deadline = Deadline.after(FRAME_TIMEOUT_S)
-        for index, link in end.receivers.links.items():
-            try:
-                link.send(("commit", number, bucket.index, bucket.nbytes), deadline)
-            except PeerError as error:
-                end.hear()  # its last words may lie unread
-                with end.changed:
-                    end.receivers.gone.setdefault(index, str(error))
+        frame = ("commit", number, bucket.index, bucket.nbytes)
+        lost = end.receivers.tell(frame, Deadline.after(FRAME_TIMEOUT_S))
+        if lost:
+            end.hear()
         with end.changed:
+            end.receivers.lose(lost)
             end.check(end.receivers.links)
 
     def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:

@@ -1,7 +1,8 @@
 """A sender's receivers: their links, what they say, and which of them are gone."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
+from wsync.deadline import Deadline
 from wsync.errors import PeerError, ProtocolError
 from wsync.transports.link import Link
 from wsync.transports.listener import Listener, Welcome
@@ -50,6 +51,20 @@ class Receivers:
                             take(index, frame)
             except (PeerError, ProtocolError) as error:
                 self.gone[index] = str(error)
+
+    def tell(self, frame: tuple[object, ...], deadline: Deadline) -> Mapping[int, str]:
+        """Send a frame to all of them. Receiver -> why it did not get there; its last words may lie unread."""
+        lost = {}
+        for index, link in self.links.items():
+            try:
+                link.send(frame, deadline)
+            except PeerError as error:
+                lost[index] = str(error)
+        return lost
+
+    def lose(self, lost: Mapping[int, str]) -> None:
+        """These are gone, unless they said why themselves."""
+        self.gone = {**lost, **self.gone}
 
     def check(self, alive: Collection[int]) -> None:
         """Raises `PeerError` if any of them failed, or one of `alive` is gone."""

@@ -16,7 +16,7 @@ from contextlib import suppress
 import torch
 
 from wsync.deadline import Deadline
-from wsync.errors import ClosedError, PeerError, ProtocolError, UnsupportedError, WsyncError
+from wsync.errors import ClosedError, ProtocolError, UnsupportedError, WsyncError
 from wsync.plan import Bucket, Plan
 from wsync.protocols import Ticket
 from wsync.transports.link import Link, wait_any
@@ -118,13 +118,9 @@ class SlotSender:
             slot, _ = self._ring.acquire()
             frame = ("commit", self._ring.commit(bucket), bucket.index)
             self._memory.after_write(slot)
-            deadline = Deadline.after(_FRAME_TIMEOUT_S)
-            for index, link in receivers.links.items():
-                try:
-                    link.send(frame, deadline)
-                except PeerError as error:
-                    self._hear()  # its last words may lie unread
-                    receivers.gone.setdefault(index, str(error))
+            if lost := receivers.tell(frame, Deadline.after(_FRAME_TIMEOUT_S)):
+                self._hear()
+                receivers.lose(lost)
             self._check(alive=receivers.links)
 
     def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:

@@ -3,7 +3,8 @@
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], buckets: 
                 references[EACH] = lambda: loops.send_each(engine, actor)
                 references[PACKED] = lambda: loops.send_packed(engine, actor, buckets * MIB)
             else:
-                references[FLATTENED] = lambda: _flattened(engine, actor, buckets * MIB)
+                references[FLATTENED] = lambda: loops.send_flattened(engine, actor, buckets * MIB)
             outcome.samples = in_turn(session.sync, references, ROUNDS)
             outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)
             del references
@@ -106,45 +107,44 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], buckets: 
     return outcome
 
 
+@contextmanager
+def _small(name: str, dtype: torch.dtype, **options: bool) -> Iterator[tuple[Any, nn.Module, Outcome]]:
+    """A vLLM of this process with a small model, an actor for it, and the outcome to fill in."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = models.config_of(models.DENSE, dtype, small=True)
+        engine = engines.start_vllm(models.make_folder(config, Path(folder)), str(dtype)[len("torch.") :], **options)
+        actor = models.make_actor(config, dtype, 1)
+        yield engine, actor, _outcome(name, actor, dtype, ())
+
+
 def steady(name: str) -> Outcome:
     """200 syncs into a vLLM of this process: what is held must not grow."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = models.config_of(models.DENSE, torch.bfloat16, small=True)
-        engine = engines.start_vllm(models.make_folder(config, Path(folder)), "bfloat16")
-        actor = models.make_actor(config, torch.bfloat16, 1)
-        outcome = _outcome(name, actor, torch.bfloat16, ())
-        with wsync.connect(actor, engine) as session:
-            for _ in range(20):
-                session.sync()
-            before = _held()
-            for _ in range(200):
-                session.sync()
-            after = _held()
-            _check_tokens(outcome, session, actor, engine)
-        outcome.facts |= {"before": before, "after": after}
-        outcome.checks["200 syncs hold nothing more"] = before == after
+    with _small(name, torch.bfloat16) as (engine, actor, outcome), wsync.connect(actor, engine) as session:
+        for _ in range(20):
+            session.sync()
+        before = _held()
+        for _ in range(200):
+            session.sync()
+        after = _held()
+        _check_tokens(outcome, session, actor, engine)
+    outcome.facts |= {"before": before, "after": after}
+    outcome.checks["200 syncs hold nothing more"] = before == after
     return outcome
 
 
 def captured(name: str) -> Outcome:
     """CUDA graphs that were captured before the sync answer with the new weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = models.config_of(models.DENSE, torch.float32, small=True)
-        engine = engines.start_vllm(models.make_folder(config, Path(folder)), "float32", eager=False)
-        actor = models.make_actor(config, torch.float32, 1)
-        outcome = _outcome(name, actor, torch.float32, ())
-        with wsync.connect(actor, engine) as session:
-            _check_tokens(outcome, session, actor, engine)
+    with (
+        _small(name, torch.float32, eager=False) as (engine, actor, outcome),
+        wsync.connect(actor, engine) as session,
+    ):
+        _check_tokens(outcome, session, actor, engine)
     return outcome
 
 
 def asleep(name: str) -> Outcome:
     """Sleep level 2, wake the weights, sync, wake the cache: tokens and buffers are what they should be."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = models.config_of(models.DENSE, torch.float32, small=True)
-        engine = engines.start_vllm(models.make_folder(config, Path(folder)), "float32", sleep=True)
-        actor = models.make_actor(config, torch.float32, 1)
-        outcome = _outcome(name, actor, torch.float32, ())
+    with _small(name, torch.float32, sleep=True) as (engine, actor, outcome):
         [model] = engine.collective_rpc("get_model")
         buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
         with wsync.connect(actor, engine) as session:
@@ -238,29 +238,6 @@ def _load(engine: Any, model: Any, actor: nn.Module) -> None:
 
     with set_current_vllm_config(engine.llm_engine.vllm_config):
         model.load_weights(models.engine_side(actor))
-
-
-def _flattened(engine: Any, actor: nn.Module, limit: int) -> None:
-    """SGLang's own fastest update, as trainers call it: buckets in one flat tensor each."""
-    from sglang.srt.utils import MultiprocessingSerializer
-    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
-
-    bucket, size = list[tuple[str, torch.Tensor]](), 0
-
-    def send() -> None:
-        flat = FlattenedTensorBucket(named_tensors=bucket)
-        data = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
-        engine.update_weights_from_tensor(
-            named_tensors=[MultiprocessingSerializer.serialize(data)], load_format=FLATTENED, flush_cache=False
-        )
-
-    for name, tensor in models.engine_side(actor):
-        if bucket and size + tensor.nbytes > limit:
-            send()
-            bucket, size = [], 0
-        bucket.append((name, tensor))
-        size += tensor.nbytes
-    send()
 
 
 def _held() -> dict[str, int]:

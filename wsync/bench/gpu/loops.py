@@ -1,10 +1,11 @@
-"""How trainers move weights to a vLLM on the same GPU today, over CUDA IPC.
+"""How trainers move weights to an engine on the same GPU today, over CUDA IPC.
 
-Written from what trainers do, not from their code, and as cheap as it can be: calls take vLLM's own `collective_rpc`,
-where trainers use Ray or HTTP, and nothing is checked.
+Written from what trainers do, not from their code, and as cheap as it can be: calls take the engine's own, where
+trainers use Ray or HTTP, and nothing is checked.
 
-    IPC each        a handle and a call for each tensor, loaded by the engine's loader (OpenRLHF, colocated)
-    IPC packed      tensors packed into a buffer of the size of a bucket, a handle and a call for each (verl, slime)
+    IPC each            a handle and a call for each tensor, loaded by vLLM's loader (OpenRLHF, colocated)
+    IPC packed          tensors packed into a buffer of the size of a bucket, a handle and a call for each (verl)
+    flattened_bucket    the same by SGLang's own update call (slime)
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -64,6 +65,19 @@ def send_packed(engine: Any, actor: nn.Module, bucket_bytes: int) -> None:
             flat[start : start + tensor.nbytes].copy_(tensor.reshape(-1).view(torch.uint8))
         torch.cuda.synchronize()
         _call(engine, flat, places)
+
+
+def send_flattened(engine: Any, actor: nn.Module, bucket_bytes: int) -> None:
+    """The same for SGLang, by its own call."""
+    from sglang.srt.utils import MultiprocessingSerializer
+    from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
+
+    for bucket in _buckets(actor, bucket_bytes):
+        flat = FlattenedTensorBucket(named_tensors=bucket)
+        data = {"flattened_tensor": flat.get_flattened_tensor(), "metadata": flat.get_metadata()}
+        engine.update_weights_from_tensor(
+            named_tensors=[MultiprocessingSerializer.serialize(data)], load_format="flattened_bucket", flush_cache=False
+        )
 
 
 def _buckets(actor: nn.Module, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
