@@ -9,6 +9,7 @@ Three threads of its own: one listens to trainers, one runs their calls in order
 A trainer that is gone has its attempt ended here, before anybody else is answered.
 """
 
+import logging
 import queue
 import secrets
 import threading
@@ -23,16 +24,19 @@ from typing import Any
 from wsync import registry
 from wsync.calls import words_of
 from wsync.deadline import FOREVER_S, Deadline
-from wsync.errors import ConfigError, EngineStateError, ProtocolError, WsyncError
+from wsync.errors import ConfigError, EngineStateError, ProtocolError, TransportError, WsyncError
 from wsync.gate import Gate
 from wsync.protocols import Engine, Ticket
-from wsync.transports.link import Link, address_of, wait_any
+from wsync.transports.link import Link, address_of, ready, wait_any
 from wsync.transports.listener import Listener, Welcome, listen_at
 from wsync.wire import MAX_FRAME_BYTES
 
+_log = logging.getLogger(__name__)
 _FEWEST_SECRET_BYTES = 16
 _PROTOCOL = 1
 _END_S = 10.0
+_DOOR_SHUT_S = 0.5
+"""How long nobody new is let in when the system has no descriptor left: else the waiting ones would keep us busy."""
 
 
 def ticket_for(secret: bytes | str) -> Ticket:
@@ -144,8 +148,7 @@ class _Server:
                 wait_any([*self._listener.filenos(), *filenos], Deadline.after(FOREVER_S), "trainers")
                 if self._closing:
                     break
-                for _, link in self._listener.admit(Welcome()):
-                    self._clients.append(_Client(link=link))
+                self._let_in()
                 for client in list(self._clients):
                     self._hear(client)
         finally:
@@ -153,6 +156,14 @@ class _Server:
                 self._lose(client)
             self._calls.put(None)
             self._listener.close()
+
+    def _let_in(self) -> None:
+        try:
+            for _, link in self._listener.admit(Welcome()):
+                self._clients.append(_Client(link=link))
+        except TransportError as error:
+            _log.warning("wsync.serve: %s; trainers that are connected go on, new ones must wait", error)
+            ready([fd for client in self._clients for fd in client.link.filenos()], _DOOR_SHUT_S)
 
     def _hear(self, client: _Client) -> None:
         try:

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 import signal
 import socket
 import struct
@@ -23,8 +24,8 @@ from wsync.errors import ConfigError, EngineStateError, PeerError, SyncTimeout, 
 from wsync.served import Served, ticket_for
 from wsync.topology import local_endpoint
 from wsync.transports.dial import address_parts, dial
-from wsync.transports.link import ready
-from wsync.transports.listener import connect
+from wsync.transports.link import Link, ready
+from wsync.transports.listener import Listener, Welcome, connect
 
 SECRET = "a secret that both worlds know"
 
@@ -205,6 +206,53 @@ def test_an_oversized_frame_ends_the_connection_and_nothing_else(served: Served)
         calls.ask("hello", {}, soon()).result(20)
     with reach(served) as remote:
         assert remote.version() == 0
+
+
+def test_closing_while_the_door_is_being_opened(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` may come between the wait and the accept: no thread may end with an error."""
+    admit, opening, closed = Listener.admit, threading.Event(), threading.Event()
+
+    def late(self: Listener, welcome: Welcome) -> Iterator[tuple[int, Link]]:
+        opening.set()
+        assert closed.wait(20)
+        return admit(self, welcome)
+
+    monkeypatch.setattr(Listener, "admit", late)
+    shutdown = Listener.shutdown
+
+    def early(self: Listener) -> None:
+        shutdown(self)
+        closed.set()
+
+    monkeypatch.setattr(Listener, "shutdown", early)
+    died: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", died.append)
+    with wsync.serve(engine, secret=SECRET) as served, raw(served):
+        assert opening.wait(20)
+    assert not died
+
+
+def test_no_descriptor_left_for_a_new_trainer(
+    engine: FakeEngine, served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Those who are in go on; new ones come in when there is room again."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with reach(served) as remote, socket.socket() as late:
+        late.settimeout(20)
+        host, port = address_parts(served.address)
+        with open(os.devnull) as lowest:
+            full = lowest.fileno()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (full, hard))
+        try:
+            late.connect((host, port))
+            for number in itertools.count(1):
+                assert remote.version() == 0
+                if "Too many open files" in caplog.text:
+                    break
+                assert number < 10_000, "nobody said why the trainer must wait"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert "challenge" in str(wire.recv_frame(late, soon())[0])
 
 
 @pytest.mark.parametrize("message", [("ask",), ("ask", "one", 2, 3), ("tell", 1), ("ask", 1, "hello", ())])

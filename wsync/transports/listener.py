@@ -111,6 +111,7 @@ class Listener:
         self._visitors: list[_Visitor] = []
         self._pid = os.getpid()
         self._sock = sock
+        self._down = False
 
     def filenos(self) -> list[int]:
         """Descriptors that become readable when there is something to `admit`."""
@@ -119,7 +120,8 @@ class Listener:
     def admit(self, welcome: Welcome) -> Iterator[tuple[int, Link]]:
         """Go on with everybody at the door, without waiting; yields (index, link) of those that proved themselves.
 
-        Whoever cannot is turned away, and nothing else fails for it.
+        Whoever cannot is turned away, and nothing else fails for it. After `shutdown` nobody comes. Raises
+        `TransportError` if the system has no descriptor for one more.
         """
         self._let_in()
         for visitor in list(self._visitors):
@@ -133,6 +135,7 @@ class Listener:
 
     def shutdown(self) -> None:
         """Turn everybody away; wakes whoever waits on `filenos`. May be called from any thread."""
+        self._down = True
         for sock in (self._sock, *(visitor.sock for visitor in list(self._visitors))):
             shutdown(sock, self._pid)
 
@@ -149,6 +152,8 @@ class Listener:
             except (BlockingIOError, ConnectionAbortedError):
                 break
             except OSError as error:
+                if self._down:
+                    break
                 raise TransportError(f"cannot accept a guest: {error}") from error
             nonce = secrets.token_bytes(_NONCE_BYTES)
             visitor = _Visitor(sock, FrameReader(sock, _HELLO_BYTES, peer="a receiver"), nonce, time.monotonic())
