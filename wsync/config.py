@@ -47,7 +47,7 @@ class SyncConfig:
 
     lora: LoRAMode = "merged"
     """What is sent of a module with LoRA adapters: "merged" weights, which every engine takes, or the active "adapter"
-    alone, for engines that have the same base weights and an adapter of the same shape."""
+    alone, for engines that have the same base weights and take such an adapter."""
 
     def __post_init__(self) -> None:
         if self.bucket_bytes < 4096:

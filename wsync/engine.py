@@ -152,6 +152,7 @@ class WorkerEngine(ABC):
         if version <= self.last_version():
             raise EngineStateError(f"{self.name} was given version {self._newest}; {version} is not newer")
         message = {"version": version, "attempt": attempt, "timeout_s": deadline.timeout_s, "digest": digest}
+        message["void"] = self._void
         self._attempt, self._taking = attempt, version
         try:
             self.guard(self._reason_not_to_serve())

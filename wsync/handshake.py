@@ -78,8 +78,8 @@ def connect_ranks(
         if config.lora != "adapter":
             raise
         raise MismatchError(
-            f"{error}. These are the tensors of an adapter alone, for an engine that has an adapter of the same shape "
-            f"on the same base weights; lora='merged' suits every other engine"
+            f"{error}. These are the tensors of an adapter alone, for an engine with the same base weights that takes "
+            f"such an adapter; lora='merged' suits every other engine"
         ) from error
     if config.verify == "digest":
         wanted = tuple(replace(spec, word_bytes=word_bytes(spec)) for spec in wanted)

@@ -5,7 +5,7 @@
     hello                                          engine, endpoint, version, state, reason
     describe  specs, void                          manifest
     attach    plan, ticket, first_index, timeout_s, void
-    update    version, attempt, timeout_s, digest  digests, seconds
+    update    version, attempt, timeout_s, digest, void  digests, seconds
     publish   version, attempt                     version
     abort     attempt                              state
     read      name, start, count                   dtype, shape, nbytes, data
@@ -44,6 +44,7 @@ class _Attachment:
     """What `attach` made: where buckets come from and what is done with them."""
 
     address: str
+    loader: Loader
     plan: Plan
     routine: Routine
     receiver: Receiver
@@ -75,6 +76,7 @@ class Worker:
         self._load: LoadPlan | None = None
         self._verdict: tuple[tuple[Write, ...], tuple[str, Sequence[str]]] | None = None
         self._attachment: _Attachment | None = None
+        self._broken = False  # a sync of all weights was begun and not finished
         self._detaching = threading.Lock()
         self._methods: dict[str, Callable[[Message], Message]] = {
             "hello": self._hello,
@@ -147,6 +149,7 @@ class Worker:
         try:
             return record(self._loader, specs)
         except EngineStateError as error:
+            self._broken |= self._loader.whole
             self._states.tear(str(error))
             raise
 
@@ -165,7 +168,7 @@ class Worker:
         deadline = Deadline.after(float(message["timeout_s"]))
         receiver = self._transport(ticket.transport).receiver(ticket, index, deadline)
         with self._detaching:
-            self._attachment = _Attachment(ticket.address, plan, routine, receiver)
+            self._attachment = _Attachment(ticket.address, self._loader, plan, routine, receiver)
         return {}
 
     def _detach(self, message: Message) -> Message:
@@ -184,6 +187,7 @@ class Worker:
         if attachment is None or attachment.failed:
             raise EngineStateError(f"no sender is attached; attach before version {version}")
         try:
+            self._check_base(attachment.loader, bool(message.get("void", False)))
             self._states.begin(version, attempt)
         except BaseException as error:
             if self.state.kind != "updating":  # else the sender is that of the attempt that runs
@@ -198,9 +202,18 @@ class Worker:
             self._fail(attachment, attempt, f"{type(error).__name__}: {error}")
             raise
 
+    def _check_base(self, loader: Loader, void: bool) -> None:
+        """Raise `EngineStateError` if `loader` takes a part of the weights, and the others are not there."""
+        if not loader.whole and (void or self._broken):
+            reason = "a sync of them failed" if self._broken else "a sleep of level 2 dropped them"
+            raise EngineStateError(
+                f"{loader.engine} has no whole base weights, as {reason}, and an adapter alone does not bring them "
+                f"back; sync all weights first (with adapters, sleep at level 1, which keeps the base weights)"
+            )
+
     def _take(self, attachment: _Attachment, attempt: str, deadline: Deadline, digests: "_Digests | None") -> Message:
         """Load everything that arrives. Raises what goes wrong; the caller ends the attempt."""
-        loader, watch = self._loader, Stopwatch()
+        loader, watch = attachment.loader, Stopwatch()
         with watch.stage("load"):
             loader.begin()
             targets = loader.targets()
@@ -208,7 +221,7 @@ class Worker:
             arrivals = self._arrivals(attachment, attempt, deadline, digests, watch)
             with writable(targets):
                 Replay(attachment.routine, targets).run(
-                    arrivals, loader.load_weights, lambda: self._states.writing(attempt)
+                    arrivals, loader.load_weights, lambda: self._writing(loader, attempt)
                 )
             devices = _cuda_devices(targets.values())
             del targets
@@ -220,6 +233,10 @@ class Worker:
         load, wait = watch.stages["load"], watch.stages["wait"]
         seconds = {"wait": wait, "load": load - wait, "finish": watch.stages["finish"]}
         return {"digests": digests.values if digests is not None else {}, "seconds": seconds}
+
+    def _writing(self, loader: Loader, attempt: str) -> None:
+        self._states.writing(attempt)
+        self._broken |= loader.whole
 
     def _arrivals(
         self,
@@ -246,7 +263,7 @@ class Worker:
         """Tell the sender, put the model in order, and say what the worker is now."""
         attachment.receiver.fail(reason)
         try:
-            self._loader.rollback()
+            attachment.loader.rollback()
         except Exception as error:
             self._states.end(attempt, reason)
             self._states.tear(f"{reason}; and its rollback failed: {type(error).__name__}: {error}")
@@ -256,6 +273,8 @@ class Worker:
     def _publish(self, message: Message) -> Message:
         version = int(message["version"])
         self._states.publish(version, str(message["attempt"]))
+        if self._attachment is not None and self._attachment.loader.whole:
+            self._broken = False
         return {"version": version}
 
     def _abort(self, message: Message) -> Message:

@@ -34,6 +34,8 @@ def entrances(model: nn.Module) -> list[nn.Module]:
 class HFAdapterLoader(HFLoader):
     """Takes what a trainer sends with `lora="adapter"`, by the names of PEFT's files, into the active adapter."""
 
+    whole = False
+
     def __init__(self, model: nn.Module) -> None:
         """Raises `UnsupportedError` unless one adapter is active, and as `examine`."""
         from peft import __version__

@@ -22,6 +22,8 @@ class HFLoader:
     Holds the model weakly: whoever owns the model decides how long it lives.
     """
 
+    whole = True
+
     def __init__(self, model: nn.Module, checkpoint: Path | None = None) -> None:
         """`checkpoint`: the folder whose weights `model` holds now, if it is known that it does.
 

@@ -37,6 +37,8 @@ class OwnCallsWorker(Worker):
 class OwnCallsLoader:
     """`wsync.protocols.Loader` over SGLang's update calls."""
 
+    whole = True
+
     def __init__(self, engine: str, folder: Path, updates: Updates, patience_s: Callable[[], float]) -> None:
         """`folder` is the checkpoint that the engine called `engine` was started with; `patience_s` is for one call."""
         self.engine = engine

@@ -124,6 +124,8 @@ def _handle(worker: Worker, method: str, payload: bytes, asleep: Collection[str]
 class SGLangLoader:
     """`wsync.protocols.Loader` over the model of one scheduler process."""
 
+    whole = True
+
     def __init__(self, model: torch.nn.Module, folder: Path | None) -> None:
         """`folder` holds the checkpoint that the engine was started with; None if it was started with none."""
         from sglang import __version__

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from wsync import wire
-from wsync.adapters.engines import vllm_reload
+from wsync.adapters.engines import vllm_lora, vllm_reload
 from wsync.adapters.engines.launch_files import safetensors_files, stream
 from wsync.adapters.engines.places import Places, SettlingWorker
+from wsync.adapters.engines.vllm_lora import VLLMAdapterLoader, is_adapter
 from wsync.errors import EngineStateError
+from wsync.loadplan import LoadPlan
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
 from wsync.topology import Endpoint, local_endpoint
@@ -50,23 +52,33 @@ def worker_of(vllm_worker: Any, rank: int) -> Worker:
     """
     worker: Worker | None = getattr(vllm_worker, "wsync_worker", None)
     if worker is None:
-        worker = vllm_worker.wsync_worker = _Worker(VLLMLoader(vllm_worker), rank)
+        worker = vllm_worker.wsync_worker = _Worker(VLLMLoader(vllm_worker), vllm_worker, rank)
     return worker
 
 
 class _Worker(SettlingWorker):
-    def __init__(self, loader: "VLLMLoader", rank: int) -> None:
+    """Loads weights, or the tensors of an adapter alone: what is offered tells which."""
+
+    def __init__(self, loader: "VLLMLoader", vllm_worker: Any, rank: int) -> None:
         super().__init__(loader, rank)
-        self._vllm = loader
+        self._vllm, self._vllm_worker = loader, weakref.ref(vllm_worker)
+        self._adapter: VLLMAdapterLoader | None = None
+
+    def _record(self, specs: Sequence[TensorSpec]) -> LoadPlan:
+        self._adapter = VLLMAdapterLoader(self._vllm_worker(), specs) if is_adapter(specs) else None
+        self._loader = self._adapter or self._vllm
+        return super()._record(specs)
 
     def _examine(self, specs: Sequence[TensorSpec], void: bool) -> Manifest:
         found = super()._examine(specs, void)
+        if self._adapter is not None:
+            return replace(found, problems=(*found.problems, *self._adapter.problems))
         if not self._vllm.repacked:
             return found
         return replace(found, through_loader=dict.fromkeys(found.through_loader, _RELOAD), verified=_RELOAD_UNVERIFIED)
 
     def handle(self, method: str, payload: bytes) -> bytes:
-        if method == "read" and self._vllm.repacked:
+        if method == "read" and self._adapter is None and self._vllm.repacked:
             message = f"{self._vllm.engine} repacked its weights after loading them; they cannot be shown"
             return wire.pack({"error": {"type": "UnsupportedError", "message": message, "traceback": ""}})
         return super().handle(method, payload)
@@ -74,6 +86,8 @@ class _Worker(SettlingWorker):
 
 class VLLMLoader:
     """`wsync.protocols.Loader` over the model of one vLLM worker."""
+
+    whole = True
 
     def __init__(self, vllm_worker: Any) -> None:
         from vllm import __version__
@@ -150,9 +164,13 @@ class VLLMLoader:
                 vllm_reload.begin(model)
 
     def finish(self) -> None:
-        """Let attention layers and reloaded layers derive what they derive. Raises if a parameter has moved."""
+        """Let attention layers and reloaded layers derive what they derive. Raises if a parameter has moved.
+
+        An adapter that was synced for the old base weights goes.
+        """
         self._held = None
         worker, model = self._alive(), self._model()
+        vllm_lora.drop(worker)
         with self._context():
             if self._reloading:
                 vllm_reload.finish(model, worker.model_config)

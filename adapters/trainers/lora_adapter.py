@@ -14,7 +14,9 @@ from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.errors import UnsupportedError, first_five
 from wsync.plan import TensorSpec
 
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""Before every name in a file of PEFT's."""
+
 SCALING = "lora_scaling"
 """Beside `lora_A` and `lora_B` of a layer: a float32 scalar, the factor of their product. No file of PEFT's has it."""
 
@@ -66,14 +68,14 @@ def adapter_names(tuned: Tuned) -> dict[str, str]:
     found = {_in_file(tuned, raw, adapter): raw for raw in tuned.factors()}
     for raw, name in tuned.names.items():
         if f".modules_to_save.{adapter}." in f".{raw}":
-            found[_PREFIX + name] = raw
+            found[PREFIX + name] = raw
     return found
 
 
 def adapter_scalings(tuned: Tuned) -> dict[str, Term]:
     """Name of each layer's scaling -> a term that has it."""
     terms = [term for terms in tuned.terms.values() for term in terms]
-    return {_PREFIX + layer_prefix(term).removeprefix(tuned.root) + SCALING: term for term in terms}
+    return {PREFIX + layer_prefix(term).removeprefix(tuned.root) + SCALING: term for term in terms}
 
 
 def layer_prefix(term: Term) -> str:
@@ -82,7 +84,7 @@ def layer_prefix(term: Term) -> str:
 
 
 def _in_file(tuned: Tuned, raw: str, adapter: str) -> str:
-    name = _PREFIX + raw.removeprefix(tuned.root)
+    name = PREFIX + raw.removeprefix(tuned.root)
     name = name.replace(f".lora_magnitude_vector.{adapter}.weight", ".lora_magnitude_vector")
     head, mark, tail = name.rpartition(".lora_")
     kind, _, rest = tail.partition(f".{adapter}")

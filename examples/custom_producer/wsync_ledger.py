@@ -143,6 +143,7 @@ class LookupLoader:
     """The data path inside the worker: where bytes go. wsync runs `load_weights` dry, and then copies by itself."""
 
     engine = "lookup 0.1"
+    whole = True
 
     def __init__(self, lookup: Lookup) -> None:
         self._tables = lookup.tables

@@ -29,6 +29,7 @@ class ModelLoader:
     """`wsync.protocols.Loader` over a model that vLLM built."""
 
     engine = "vLLM"
+    whole = True
 
     def __init__(self, model: Any, folder: Path) -> None:
         self.model, self.folder = model, folder

@@ -86,6 +86,25 @@ def test_never_the_new_a_with_the_old_b() -> None:
     assert expected_tokens(target) == expected_tokens(actor)
 
 
+def test_an_adapter_does_not_bring_dropped_base_weights_back() -> None:
+    target, actor = tuned("llama", 1, **KINDS["plain"]), tuned("llama", 2, **KINDS["plain"])
+    engine = HFEngine(target)
+    with wsync.connect(actor, target, config=ALONE) as session:
+        session.sync()
+        engine.sleep(1)
+        engine.wake_up()
+        session.sync()
+        assert expected_tokens(target) == expected_tokens(actor)
+        engine.sleep(2)
+        engine.wake_up()
+        with pytest.raises(wsync.PeerError, match="no whole base weights, as a sleep of level 2 dropped them"):
+            session.sync()
+    with pytest.raises(wsync.PeerError, match="sleep at level 1"):
+        wsync.sync(actor, target, config=ALONE)
+    with pytest.raises(EngineStateError, match="no weights since its level-2 sleep"):
+        target(input_ids=torch.tensor([[3, 1]]))
+
+
 def test_what_does_not_fit_is_refused_before_anything_moves() -> None:
     actor, plain, target = tuned("llama", 1, **KINDS["plain"]), seeded(FAMILIES["llama"], 1), tuned("llama", 2, r=8)
     before = [p.clone() for p in (*plain.parameters(), *target.parameters())]

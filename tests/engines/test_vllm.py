@@ -46,6 +46,11 @@ def launched(models: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Fac
     return facts_of("tests.engines.vllm_launcher", models, tmp_path_factory.mktemp("launcher"), ranks=2)
 
 
+@pytest.fixture(scope="module")
+def adapters(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Facts:
+    return facts_of("tests.engines.vllm_lora_workers", models, tmp_path_factory.mktemp("adapters"))[0]
+
+
 def check_update(facts: Facts, expected: Expected, kind: str, transport: str) -> None:
     """Tokens of transformers before and after, bits of vLLM's own load, every parameter new and where it was."""
     assert facts["tokens before"] == expected[f"{kind}_a"]
@@ -224,3 +229,50 @@ class TestExternalLauncher:
 
     def test_nothing_holds_the_engine(self, launched: list[Facts], tp: int, rank: int) -> None:
         assert launched[rank][f"tp {tp}"]["collected"]
+
+
+class TestAdaptersAlone:
+    """Two worker processes, each with its part of the layers."""
+
+    def test_three_adapters_in_turn(self, adapters: Facts, expected: Expected) -> None:
+        facts = adapters["rounds"]
+        said = [facts[f"adapter {seed}"] for seed in (1, 2, 3)]
+        assert all(got == wanted for got, wanted in said)
+        assert len({str(got) for got, _ in said}) == 3
+        assert facts["base before"] == facts["base after"] == expected["llama_a"]
+
+    def test_layers_hold_what_vllms_own_load_puts_there(self, adapters: Facts) -> None:
+        assert adapters["as loaded"] == [True, True]
+
+    def test_what_does_not_fit_is_refused(self, adapters: Facts) -> None:
+        facts = adapters["refused"]
+        for case, words in {
+            "rank": "its rank is 16, the engine's max_lora_rank is 8",
+            "dora": "q_proj.lora_magnitude_vector: vLLM",
+            "embedding": "embed_tokens.lora_embedding_",
+            "head": "lm_head.weight: vLLM",
+            "shape": "do not fit 64 inputs and 64 outputs",
+        }.items():
+            kind, message = facts[case]
+            assert kind == "MismatchError", f"{case}: {message}"
+            assert words in message
+            assert "lora='merged' suits every other engine" in message
+        assert facts["unchanged"]
+
+    def test_never_half_of_an_adapter(self, adapters: Facts) -> None:
+        facts = adapters["torn"]
+        assert facts["adapter"][0] == "TransportError"
+        assert facts["generate"][0] == "EngineStateError"
+        got, wanted = facts["healed"]
+        assert got == wanted
+
+    def test_an_adapter_does_not_make_broken_base_weights_whole(self, adapters: Facts, expected: Expected) -> None:
+        facts = adapters["torn"]
+        assert facts["weights"] == ["RuntimeError", "tripped"]
+        assert "sync all weights first" in facts["adapter on broken weights"][1]
+        assert facts["generate then"][0] == "EngineStateError"
+        assert facts["base"] == expected["llama_b"]
+        assert facts["adapters"] == [1], "an adapter of the old base weights stayed"
+        for sync in ("on the new base", "merged"):
+            got, wanted = facts[sync]
+            assert got == wanted

@@ -40,3 +40,18 @@ class LookingExtension(WorkerExtension):
     def wsync_test_load(self, folder: str) -> None:
         """`load`."""
         load(self, folder)
+
+
+class AdapterExtension(LookingExtension):
+    """For adapters."""
+
+    def wsync_test_adapter(self, number: int) -> dict[str, list[str]]:
+        """Layer -> digests of what adapter `number` has in the memory that the layer reads."""
+        this: Any = self
+        manager = this.model_runner.lora_manager._adapter_manager
+        slot = manager.lora_index_to_id.index(number)
+        return {
+            name: [_sha(stack[slot]) for stack in (*module.lora_a_stacked, *module.lora_b_stacked)]
+            for name, module in manager.modules.items()
+            if isinstance(module.lora_a_stacked, tuple)  # of a linear layer
+        }

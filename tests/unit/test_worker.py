@@ -108,6 +108,34 @@ class Breaking(ToyLoader):
             raise ValueError("cannot roll back")
 
 
+def test_a_loader_of_a_part_does_not_make_the_rest_whole() -> None:
+    """Weights that broke off stay broken until all of them come, however the next loader calls itself."""
+    loader = ToyLoader()
+    with rig(loader) as r:
+        loader.whole = False
+        r.attach(checkpoint(0))
+        with pytest.raises(Failed, match="a sleep of level 2 dropped them"):
+            r.ask("update", version=1, attempt="a", timeout_s=TIMEOUT_S, digest=False, void=True)
+        loader.whole = True
+        for version, whole in enumerate((True, False, True, False), start=1):
+            r.attach(checkpoint(0))
+            loader.whole = whole
+            updating = r.update(version, str(version))
+            if version == 1:  # breaks off
+                r.send(checkpoint(1), count=1)
+                r.close_sender()
+            if version < 3:
+                words = {1: "closed", 2: "no whole base weights, as a sync of them failed"}[version]
+                with pytest.raises(Failed, match=words):
+                    updating.result(TIMEOUT_S)
+                assert r.worker.state.kind == "torn"
+            else:
+                r.send(checkpoint(version))
+                updating.result(TIMEOUT_S)
+                r.ask("publish", version=version, attempt=str(version))
+                assert_holds(loader, checkpoint(version))
+
+
 def test_a_loader_that_fails_tells_the_sender_with_its_traceback() -> None:
     loader = Breaking()
     with rig(loader) as r:

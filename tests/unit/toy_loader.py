@@ -58,6 +58,7 @@ class ToyLoader:
     """Meets `wsync.protocols.Loader`."""
 
     engine = "toy 1.0"
+    whole = True
 
     def __init__(self, rank: int = 0, tp: int = 1, dtype: torch.dtype = torch.float32) -> None:
         self.model = Fused(tp, dtype)

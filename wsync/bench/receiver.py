@@ -17,6 +17,7 @@ class BareLoader:
     """Meets `wsync.Loader`: every source is copied to the parameter of its own name."""
 
     engine = "bare receiver"
+    whole = True
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
