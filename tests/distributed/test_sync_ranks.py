@@ -108,6 +108,19 @@ def every_rank_owns_an_engine(me: Rank) -> str:
     return report.transport
 
 
+def copies_have_come_apart(me: Rank) -> str:
+    """A weight that every rank has whole is another one on rank 1, as after a step that forgot to reduce its gradient."""
+    actor, model = llama(1), llama(100 + me.rank)
+    if me.rank == 1:
+        with torch.no_grad():
+            actor.model.norm.weight += 1
+    try:
+        wsync.sync(actor, model, config=replace(CONFIG, verify="digest"))
+    except wsync.WsyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
 def a_rank_fails_at_bucket_two(me: Rank) -> tuple[str, str]:
     """Rank 1 cannot stage bucket 2: all stop there, the engine is torn, training goes on, the next sync heals."""
     actor = sharded(1)
@@ -331,6 +344,13 @@ def test_fsdp2_into_another_process_three_times() -> None:
 
 def test_an_engine_on_every_rank_takes_the_gathered_weights_in_process() -> None:
     assert run_ranks(every_rank_owns_an_engine, 2, timeout_s=120) == ["inproc", "inproc"]
+
+
+def test_digests_find_a_weight_that_is_not_the_same_on_all_ranks() -> None:
+    first, second = run_ranks(copies_have_come_apart, 2, timeout_s=120)
+    assert first.startswith("RankError: stopped before phase 'compare digests'")
+    assert second.startswith("DigestError")
+    assert all("model.norm.weight" in words for words in (first, second))
 
 
 def test_a_failing_rank_stops_all_between_collectives_and_the_next_sync_heals() -> None:
