@@ -6,10 +6,12 @@ report = wsync.sync(actor, engine)          # on every trainer rank
 from wsync.api import connect, sync, sync_async
 from wsync.config import SyncConfig
 from wsync.errors import (
+    AdmissionError,
     ClosedError,
     ConfigError,
     DigestError,
     EngineStateError,
+    MemoryStateError,
     MismatchError,
     PeerError,
     ProtocolError,
@@ -19,6 +21,7 @@ from wsync.errors import (
     UnsupportedError,
     WsyncError,
 )
+from wsync.memory.manager import MemoryManager
 from wsync.plan import Bucket, Plan, TensorMeta, TensorSpec, merge_weight_chunks, split_weight_chunks
 from wsync.protocols import Engine, Loader, Manifest, Producer, Receiver, Sender, Ticket, Transport
 from wsync.regions import Region
@@ -28,6 +31,7 @@ from wsync.served import Served, serve
 from wsync.session import Session
 
 __all__ = [
+    "AdmissionError",
     "Bucket",
     "ClosedError",
     "ConfigError",
@@ -36,6 +40,8 @@ __all__ = [
     "EngineStateError",
     "Loader",
     "Manifest",
+    "MemoryManager",
+    "MemoryStateError",
     "MismatchError",
     "PeerError",
     "Plan",

@@ -6,8 +6,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
+from torch.distributed.distributed_c10d import Store
 
 from wsync import registry
 from wsync.background import Background
@@ -15,9 +14,11 @@ from wsync.config import SyncConfig
 from wsync.deadline import Deadline
 from wsync.errors import ConfigError, MismatchError, PeerError
 from wsync.group import Group
+from wsync.memory.manager import MemoryManager
 from wsync.protocols import Engine, Producer
 from wsync.report import SyncReport
 from wsync.session import Session
+from wsync.trainer_ranks import group_of, trainer_ranks
 
 _sessions: dict[tuple[Hashable, ...], Session] = {}
 _watched: set[tuple[Hashable, ...]] = set()
@@ -27,7 +28,14 @@ _meetings: list[tuple[Store, Group]] = []
 """Where the ranks of the present default process group meet at every `sync`; at most one."""
 
 
-def sync(actor: object, engine: object, *, config: SyncConfig | None = None, version: int | None = None) -> SyncReport:
+def sync(
+    actor: object,
+    engine: object,
+    *,
+    config: SyncConfig | None = None,
+    version: int | None = None,
+    memory: MemoryManager | None = None,
+) -> SyncReport:
     """Bring `engine` to the present weights of `actor`. Every trainer rank calls it.
 
     The first call connects the pair; later ones reuse the session, until the actor or the engine is garbage
@@ -40,6 +48,9 @@ def sync(actor: object, engine: object, *, config: SyncConfig | None = None, ver
             `wsync.Engine`, a list of these, or None on ranks that own no engine.
         config: settings, the same on every rank; default `SyncConfig()`.
         version: number that the engine serves afterwards; default: one more than before.
+        memory: the manager of the devices that both share. It enters "sync" before, so that the actor and the engine's
+            weights are there and nothing else, and "rollout" afterwards; slots are let go in between. If the sync
+            fails it stays in "sync".
 
     Raises:
         ConfigError: called on a running event loop (use `sync_async`), or no rank passed an engine.
@@ -47,15 +58,20 @@ def sync(actor: object, engine: object, *, config: SyncConfig | None = None, ver
     """
     if _on_event_loop():
         raise ConfigError("wsync.sync would block the running event loop; await wsync.sync_async(...) instead")
-    return _sync(actor, engine, _settings(config), version)
+    return _sync(actor, engine, _settings(config), version, memory)
 
 
 async def sync_async(
-    actor: object, engine: object, *, config: SyncConfig | None = None, version: int | None = None
+    actor: object,
+    engine: object,
+    *,
+    config: SyncConfig | None = None,
+    version: int | None = None,
+    memory: MemoryManager | None = None,
 ) -> SyncReport:
     """`sync` for event loops: runs on a thread, the loop goes on. Do not touch the actor's weights until it returns."""
     settings = _settings(config)
-    return await asyncio.to_thread(lambda: _sync(actor, engine, settings, version))
+    return await asyncio.to_thread(lambda: _sync(actor, engine, settings, version, memory))
 
 
 def connect(
@@ -80,9 +96,9 @@ def connect(
         ConfigError, RankError, SyncTimeout, EngineStateError, PeerError: see `wsync.errors`.
     """
     settings = _settings(config)
-    rank, world_size, store = _ranks(rank, world_size, store)
+    rank, world_size, store = trainer_ranks(rank, world_size, store)
     number = store.add(f"wsync/connects/{rank}", 1) if store is not None else 0
-    return _connect(actor, engine, settings, _group(rank, world_size, store, f"connect/{number}", settings.timeout_s))
+    return _connect(actor, engine, settings, group_of(rank, world_size, store, f"connect/{number}", settings.timeout_s))
 
 
 def _connect(actor: object, engine: object, config: SyncConfig, group: Group) -> Session:
@@ -100,13 +116,23 @@ def _connect(actor: object, engine: object, config: SyncConfig, group: Group) ->
     return Session(producer, engines, transports, group, config)
 
 
-def _sync(actor: object, engine: object, config: SyncConfig, version: int | None) -> SyncReport:
+def _sync(
+    actor: object, engine: object, config: SyncConfig, version: int | None, memory: MemoryManager | None
+) -> SyncReport:
+    if memory is not None:
+        memory.enter("sync")
     key, session = _session_of(actor, engine, config)
     try:
-        return session.sync(version)
+        if memory is not None:
+            memory.enter("sync", {"slots": session.slot_bytes})
+        report = session.sync(version)
     except (MismatchError, PeerError):  # one side is perhaps no longer what it was at connect
         _drop(key)
         raise
+    if memory is not None:
+        session.release_slots()
+        memory.enter("rollout")
+    return report
 
 
 def _settings(config: SyncConfig | None) -> SyncConfig:
@@ -129,14 +155,14 @@ def _session_of(actor: object, engine: object, config: SyncConfig) -> tuple[tupl
     key = (_key(actor), *(_key(one) for one in engines))
     found = _sessions.get(key)
     known = found if found is not None and found.config == config and not found.closed else None
-    rank, world_size, store = _ranks(None, None, None)
+    rank, world_size, store = trainer_ranks(None, None, None)
     meeting = _meeting(rank, world_size, store, config.timeout_s)
     number = meeting.enter()
     tokens = meeting.round("sync", known.token if known is not None else "", Deadline.after(config.timeout_s))
     if known is not None and set(tokens) == {known.token}:
         return key, known
     _drop(key)
-    group = _group(rank, world_size, store, f"sync/{number}", config.timeout_s)
+    group = group_of(rank, world_size, store, f"sync/{number}", config.timeout_s)
     session = _connect(_weakly(actor, Producer), [_weakly(one, Engine) for one in engines], config, group)
     _sessions[key] = session
     if key not in _watched:
@@ -175,7 +201,7 @@ def _meeting(rank: int, world_size: int, store: Store | None, timeout_s: float) 
     if store is None:
         return Group(rank, world_size, None, timeout_s)
     if not _meetings or _meetings[0][0] is not store:
-        _meetings[:] = [(store, _group(rank, world_size, store, "meeting", timeout_s))]
+        _meetings[:] = [(store, group_of(rank, world_size, store, "meeting", timeout_s))]
     return _meetings[0][1]
 
 
@@ -188,25 +214,3 @@ def _as_list(engine: object) -> Sequence[object]:
     if engine is None:
         return []
     return list(engine) if isinstance(engine, (list, tuple)) else [engine]
-
-
-def _ranks(rank: int | None, world_size: int | None, store: Store | None) -> tuple[int, int, Store | None]:
-    """What the user said, else the default process group, else a world of one, which needs no store."""
-    if (rank is None) != (world_size is None):
-        raise ConfigError("connect takes rank and world_size together, and a store with them if world_size > 1")
-    if rank is None or world_size is None:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return 0, 1, None
-        return dist.get_rank(), dist.get_world_size(), _get_default_store()
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is not in a world of {world_size}")
-    if world_size > 1 and store is None:
-        raise ConfigError(f"a session of {world_size} trainer ranks needs store=, which all of them reach")
-    return rank, world_size, store if world_size > 1 else None
-
-
-def _group(rank: int, world_size: int, store: Store | None, name: str, timeout_s: float) -> Group:
-    if store is None:
-        return Group(rank, world_size, None, timeout_s)
-    shared: Any = PrefixStore(f"wsync/{name}", store)
-    return Group(rank, world_size, shared.clone(), timeout_s)  # a wait on its connection must not block the trainer's

@@ -8,7 +8,7 @@ serving(v) --sleep(2)--> void: asleep, then awake without weights; only a full s
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -242,6 +242,11 @@ class WorkerEngine(ABC):
         self._resume_at_wake = bool(self._asleep)
         if not self._asleep:
             self._go_on()
+
+    @property
+    def asleep(self) -> Collection[str]:
+        """Tags of which the device memory is away."""
+        return frozenset(self._asleep)
 
     def sleep(self, level: int = 2) -> None:
         """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them."""

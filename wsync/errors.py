@@ -5,6 +5,8 @@
     ├── UnsupportedError (TypeError)    nothing here can do that; lists what was seen and what is supported
     ├── MismatchError (ValueError)      trainer and engine disagree about names, shapes, dtypes or coverage
     ├── EngineStateError                the engine is asleep, updating or torn and must not do that now
+    ├── MemoryStateError                a model, optimizer or tag is on the device, or away, and must not be for that
+    ├── AdmissionError (MemoryError)    there is too little memory for what comes next; nothing was moved
     ├── TransportError                  bytes did not arrive
     │   └── PeerError                   the other process died or reported a failure; `remote_traceback` has its words
     ├── RankError                       another trainer rank failed or never came; `ranks` names them
@@ -37,6 +39,14 @@ class MismatchError(WsyncError, ValueError):
 
 class EngineStateError(WsyncError, RuntimeError):
     """The engine's state forbids the operation: asleep, updating, or torn by a failed sync."""
+
+
+class MemoryStateError(WsyncError, RuntimeError):
+    """Something is on the device, or away from it, and must not be for what was asked. Nothing was moved."""
+
+
+class AdmissionError(WsyncError, MemoryError):
+    """There is too little memory for what comes next: what it needs, what is free, and what holds the rest."""
 
 
 class TransportError(WsyncError, RuntimeError):

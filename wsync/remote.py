@@ -4,7 +4,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import suppress
 from types import TracebackType
@@ -157,6 +157,11 @@ class RemoteEngine:
     def resume(self) -> None:
         """See `wsync.Engine`."""
         self._all("resume", again=False)
+
+    @property
+    def asleep(self) -> Collection[str]:
+        """See `wsync.Engine`. What is away in any part."""
+        return {tag for part in cast("Sequence[Sequence[str]]", self._all("asleep")) for tag in part}
 
     def sleep(self, level: int = 2) -> None:
         """See `wsync.Engine`."""

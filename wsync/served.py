@@ -306,6 +306,9 @@ class _Server:
             self.gate.open(client)
         return None
 
+    def _asleep(self, client: _Client, args: Mapping[str, Any], deadline: Deadline) -> object:
+        return sorted(self._engine.asleep)
+
     def _sleep(self, client: _Client, args: Mapping[str, Any], deadline: Deadline) -> object:
         self._engine.sleep(args["level"])
         return None
@@ -323,10 +326,10 @@ _OPS: Mapping[str, Callable[[_Server, _Client, Mapping[str, Any], Deadline], obj
     name: getattr(_Server, f"_{name}")
     for name in (
         *("hello", "attachment", "endpoints", "version", "last_version", "describe", "attach", "shut", "pause"),
-        *("begin", "join", "finish", "abort", "resume", "sleep", "wake_up", "close"),
+        *("begin", "join", "finish", "abort", "resume", "asleep", "sleep", "wake_up", "close"),
     )
 }
-_FREE = frozenset({"hello", "attachment", "shut", "pause", "join", "resume"})
+_FREE = frozenset({"hello", "attachment", "shut", "pause", "join", "resume", "asleep"})
 """Calls that do not touch a worker by themselves, or look after the gate."""
 
 

@@ -109,6 +109,23 @@ class Session:
             text.append(f"not wanted by any engine: {first_five(agreement.left_out)}")
         return "\n".join(text)
 
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of slots that the next sync will allocate on this rank, at most: 0 if it has them already.
+
+        An actor that lies whole in the process of its engine needs none.
+        """
+        if self._attached:
+            return 0
+        plan, shared = self._agreement.plan, self._group.world_size == 1
+        transports = {choice.transport.name: choice.transport for choice in self._agreement.choices}
+        rings = sum(not (shared and transport.by_reference) for transport in transports.values())
+        return rings * plan.capacity * min(self.config.num_slots, len(plan.buckets))
+
+    def release_slots(self) -> None:
+        """*Collective.* Give slots and sockets back until the next sync, which connects them afresh."""
+        self._detach()
+
     def close(self) -> None:
         """Release slots, sockets and the communicator. The engines stay as they are. Never raises."""
         if not self._closed:

@@ -29,10 +29,7 @@ class FSDPProducer(ShardedProducer):
         return sharded or any(isinstance(parameter, DTensor) for parameter in obj.parameters())
 
     def _settle(self, module: nn.Module) -> None:
-        # After a forward without gradients the root keeps its full parameters registered instead of the shards.
-        for child in module.modules():
-            if isinstance(child, FSDPModule):
-                child.reshard()
+        reshard(module)
 
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Hashable]:
         if not isinstance(tensor, DTensor):
@@ -53,6 +50,13 @@ class FSDPProducer(ShardedProducer):
                 f"{list(local.shape)}, but {list(tensor.placements)} make it {list(sizes)}"
             )
         return Region.box(tensor.shape, starts, sizes)
+
+
+def reshard(module: nn.Module) -> None:
+    """After a forward without gradients the root keeps its full parameters registered; make it the shards again."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            child.reshard()
 
 
 def shard_box(

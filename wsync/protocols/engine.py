@@ -1,6 +1,6 @@
 """The contract of an engine: how a sync pauses it, starts its workers, and publishes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -101,6 +101,11 @@ class Engine(Protocol):
 
     def resume(self) -> None:
         """Generate again. Raises `EngineStateError` while torn, void or partly asleep."""
+        ...
+
+    @property
+    def asleep(self) -> Collection[str]:
+        """Tags of which the device memory is away, of "weights" and "kv_cache"."""
         ...
 
     def sleep(self, level: int = 2) -> None:

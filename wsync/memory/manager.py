@@ -1,0 +1,174 @@
+"""What may sit in device memory, and when, for a trainer and engines that share their devices.
+
+memory = wsync.MemoryManager(engine=llm, models={"actor": actor}, optimizers={"adamw": optimizer})
+while training:
+    memory.enter("rollout")
+    answers = llm.generate(...)
+    memory.enter("train")
+    ...
+    wsync.sync(actor, llm, memory=memory)       # enters "sync" first, and "rollout" afterwards
+"""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from wsync import registry
+from wsync.errors import ConfigError, MemoryStateError, first_five
+from wsync.memory.device import Device
+from wsync.memory.engine_tag import engine_tags
+from wsync.memory.host_pool import HostPool
+from wsync.memory.ledger import Ledger
+from wsync.memory.phases import Move, Phases
+from wsync.memory.resident import Resident
+from wsync.memory.residents import resident_for_model, residents_for_optimizer
+from wsync.trainer_ranks import new_group
+
+_NONE: Mapping[str, Any] = {}
+_managed: "weakref.WeakKeyDictionary[object, weakref.ref[MemoryManager]]" = weakref.WeakKeyDictionary()
+
+
+class MemoryManager:
+    """Moves models, optimizer states and engines on and off the device, phase by phase.
+
+    Three operations that are never mixed up: an engine sleeps and wakes by tag; a model's storages go to host memory
+    and come back; an optimizer's states do. All objects stay the same. Every trainer rank makes a manager.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: object = None,
+        models: Mapping[str, Any] = _NONE,
+        optimizers: Mapping[str, Any] = _NONE,
+        frozen: Mapping[str, Any] = _NONE,
+        phases: Mapping[str, Sequence[str]] = _NONE,
+        sleep_level: int = 2,
+        host_bytes: int | None = None,
+        timeout_s: float = 120.0,
+        device: Device | None = None,
+    ) -> None:
+        """Nothing moves before the first `enter`: all that is given is on the device now.
+
+        Args:
+            engine: as for `wsync.sync`; None on ranks that own none. Its workers share the trainer's devices.
+            models: name -> module in training. The first is the actor, which a sync needs.
+            optimizers: name -> `torch.optim.Optimizer`.
+            frozen: name -> module that is only used within `using(name)`, one at a time.
+            phases: more phases, or other ones in place of "rollout", "sync" and "train": name -> residents in the order
+                in which they come.
+            sleep_level: 2 drops the engine's weights, which the next sync brings back; 1 keeps them in host memory, as
+                adapters alone need it.
+            host_bytes: most host memory, in bytes, for what is offloaded; default: what the host has.
+            timeout_s: longest wait for one step.
+            device: where all of it is; default: where the first model is.
+
+        Raises:
+            ConfigError: a name is there twice, a phase names what does not exist, or an engine has a manager already.
+            UnsupportedError: something cannot be offloaded; says what and why.
+        """
+        given = list(engine) if isinstance(engine, (list, tuple)) else [] if engine is None else [engine]
+        engines = [registry.engine_for(one) for one in given]
+        for one in engines:
+            other = _managed.get(one)
+            if other is not None and other() is not None:
+                raise ConfigError(f"{one.name} has a memory manager already; close that one first")
+        if sleep_level not in (1, 2):
+            raise ConfigError(f"sleep_level is {sleep_level}; 1 keeps the weights in host memory, 2 drops them")
+        self._pool = HostPool(host_bytes)
+        tags = [
+            engine_tags(one, "engine" if len(engines) == 1 else f"engine {number}", sleep_level)
+            for number, one in enumerate(engines)
+        ]
+        of_optimizers = [
+            resident
+            for name, optimizer in optimizers.items()
+            for resident in residents_for_optimizer(name, optimizer, self._pool)
+        ]
+        of_models = [resident_for_model(name, model, self._pool) for name, model in {**models, **frozen}.items()]
+        residents: list[Resident] = [*(tag for some in tags for tag in some), *of_optimizers, *of_models]
+        names = [[tag.name for tag in some] for some in tags]
+        self._phases = Phases(
+            residents,
+            {**_standard_phases(names, list(models), [one.name for one in of_optimizers]), **phases},
+            device=device or _device_of(models),
+            group=new_group("memory", timeout_s),
+            together=names,
+        )
+        for one in engines:
+            _managed[one] = weakref.ref(self)
+        self._engines = engines
+
+    @property
+    def phase(self) -> str | None:
+        """The phase that was entered last; None before the first, and after a way that broke off."""
+        return self._phases.phase
+
+    @property
+    def present(self) -> Mapping[str, int]:
+        """What is on this rank's device, name -> bytes; 0 for what was not measured yet."""
+        return self._phases.present
+
+    @property
+    def moves(self) -> Sequence[Move]:
+        """What each step of the last change of phase did on this rank's device."""
+        return tuple(self._phases.moves)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Memory over time: as a table, as JSON, as a plot."""
+        return self._phases.ledger
+
+    def enter(self, phase: str, more: Mapping[str, int] = _NONE) -> None:
+        """*Collective.* Let `phase` have what it needs, and nothing else. See `Phases.enter`."""
+        self._phases.enter(phase, more)
+
+    def using(self, name: str) -> AbstractContextManager[None]:
+        """*Collective.* Have one of `frozen` on the device for a block, beside what the phase has."""
+        return self._phases.using(name)
+
+    def explain(self) -> str:
+        """The phases, and every way from one to another, step by step."""
+        return self._phases.explain()
+
+    def report_memory(self, prefix: str = "") -> str:
+        """One line for a log: what is taken now, and by whom."""
+        return self.ledger.report_memory(prefix)
+
+    def close(self) -> None:
+        """Let go of the engines and of the host memory. Raises `MemoryStateError` while something lies there."""
+        residents = self._phases.residents.values()
+        away = [resident.name for resident in residents if resident.host_nbytes and not resident.present]
+        if away:
+            raise MemoryStateError(f"{first_five(away)} would be lost; enter a phase that has them first")
+        for one in self._engines:
+            _managed.pop(one, None)
+        self._engines = []
+        self._pool.close()
+
+
+def _standard_phases(
+    tags: Sequence[Sequence[str]], models: Sequence[str], optimizers: Sequence[str]
+) -> Mapping[str, Sequence[str]]:
+    """Rollout, sync and train, with engines' tags in the order in which they wake."""
+    weights = [some[0] for some in tags]
+    return {
+        "rollout": [*weights, *(tag for some in tags for tag in some[1:])],
+        "sync": [*models[:1], *weights],
+        "train": [*models, *optimizers],
+    }
+
+
+def _device_of(models: Mapping[str, Any]) -> Device:
+    """Of the first model's parameters; host memory without one."""
+    for model in models.values():
+        for parameter in model.parameters():
+            if parameter.device.type == "cuda":
+                from wsync.memory.cuda_device import CudaDevice
+
+                return CudaDevice(parameter.device)
+            break
+    from wsync.memory.host_device import HostDevice
+
+    return HostDevice()
