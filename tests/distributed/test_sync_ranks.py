@@ -109,7 +109,7 @@ def every_rank_owns_an_engine(me: Rank) -> str:
 
 
 def copies_have_come_apart(me: Rank) -> str:
-    """A weight that every rank has whole is another one on rank 1, as after a step that forgot to reduce its gradient."""
+    """A weight that both have whole is another one on rank 1, as after a step that did not reduce its gradient."""
     actor, model = llama(1), llama(100 + me.rank)
     with torch.no_grad():
         actor.model.norm.weight += me.rank
