@@ -198,7 +198,8 @@ def tensor_parallel(family: str, seed: int, folder: Path) -> Trainer:
         parallelize_module(layer, mesh, {n: style for n, style in {**columns, **rows}.items() if n in names})
         for name, parameter in layer.named_parameters():
             if name in ("self_attn.q_norm.weight", "self_attn.k_norm.weight"):  # seen by each rank's heads only
-                parameter.register_post_accumulate_grad_hook(lambda norm: dist.all_reduce(norm.grad))
+                untyped: Any = parameter
+                untyped.register_post_accumulate_grad_hook(lambda norm: dist.all_reduce(norm.grad))
     return Trainer(model, model)
 
 
