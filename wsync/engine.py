@@ -19,7 +19,7 @@ from wsync.background import Background
 from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout, WsyncError
-from wsync.plan import Plan, TensorSpec
+from wsync.plan import Plan, TensorSpec, from_bytes
 from wsync.protocols import Loaded, Manifest, Ticket
 from wsync.topology import Endpoint
 
@@ -152,7 +152,7 @@ class WorkerEngine(ABC):
         if version <= self.last_version():
             raise EngineStateError(f"{self.name} was given version {self._newest}; {version} is not newer")
         message = {"version": version, "attempt": attempt, "timeout_s": deadline.timeout_s, "digest": digest}
-        message["void"] = self._void
+        message |= {"void": self._void}
         self._attempt, self._taking = attempt, version
         try:
             self.guard(self._reason_not_to_serve())
@@ -303,7 +303,7 @@ class WorkerEngine(ABC):
             if all(start >= reply["nbytes"] for reply in replies):
                 break
         whole = [bytearray(b"".join(pieces)) for pieces in zip(*parts, strict=True)]
-        return [_tensor(data, reply["dtype"], reply["shape"]) for data, reply in zip(whole, replies, strict=True)]
+        return [from_bytes(data, reply["dtype"], reply["shape"]) for data, reply in zip(whole, replies, strict=True)]
 
     def close(self, address: str | None = None) -> None:
         """Let the workers drop the receivers attached at `address` (None: any). The engine stays. Never raises."""
@@ -394,9 +394,3 @@ class WorkerEngine(ABC):
 def _first_line(words: object) -> str:
     """Without the remote traceback that may follow."""
     return str(words).partition("\n")[0]
-
-
-def _tensor(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    if not data:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))

@@ -279,6 +279,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
+def from_bytes(data: bytearray, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor on the host over `data`, its elements row by row."""
+    if not data:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))
+
+
 def _typed(data: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """Bytes as the tensor that they are; copied first if they lie where the dtype cannot."""
     if data.storage_offset() % meta.dtype.itemsize:

@@ -79,7 +79,7 @@ def a_rank_fails_on_the_way(me: Rank) -> tuple[str, str, bool, bool]:
     between = rig.phases.phase is None
     there = rig.adam.present
     if me.rank == 1:
-        del rig.adam.release  # type: ignore[attr-defined]
+        del rig.adam.release
     rig.phases.enter("train")
     return words, str(rig.phases.phase), between, there
 

@@ -37,7 +37,7 @@ def test_a_7b_under_fsdp2_by_hand() -> None:
     outside = 2 * 152064 * 3584 + 3584
     engine_step = 8192 * 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 4 * 18944) + 1024 * 152064 * 10
     shared = {"CUDA contexts": 2 * CONTEXT}
-    session = {"slots": 2 << 28, "gather boxes": 1 << 28}
+    boxes = {"gather boxes": 1 << 28}
     engine = {
         "engine weights": 2 * worker,
         "engine kv_cache": int(0.6 * 140 * GIB) - 2 * worker - engine_step,
@@ -45,11 +45,17 @@ def test_a_7b_under_fsdp2_by_hand() -> None:
     }
     found = plans(given)
     assert found["launch"].residents == {**shared, **engine}
-    assert found["rollout"].residents == {**shared, **session, **engine}
-    assert found["sync"].residents == {**shared, **session, "actor": 2 * MODEL_7B, "engine weights": 2 * worker}
+    assert found["rollout"].residents == {**shared, **boxes, **engine}
+    assert found["sync"].residents == {
+        **shared,
+        **boxes,
+        "slots": 2 << 28,
+        "actor": 2 * MODEL_7B,
+        "engine weights": 2 * worker,
+    }
     assert found["train"].residents == {
         **shared,
-        **session,
+        **boxes,
         "actor": 2 * MODEL_7B,
         "optimizer": 4 * MODEL_7B,
         "gradients": 2 * MODEL_7B,
@@ -130,9 +136,8 @@ def test_slots_are_there_unless_the_engine_reads_the_trainers_own_memory() -> No
         (setting(bucket_bytes=8192, transport="inproc", ranks=1, lora_rank=2), 2 * 8192),
         (setting(num_slots=1), 2 * NUMEL + 5 * 128),  # norms begin at multiples of 256 bytes
     ):
-        for phase in ("rollout", "sync", "train"):
-            assert plans(given)[phase].residents.get("slots") == slots
-        assert "slots" not in plans(given)["launch"].residents
+        assert plans(given)["sync"].residents.get("slots") == slots
+        assert not any("slots" in plans(given)[phase].residents for phase in ("launch", "rollout", "train"))
 
 
 def test_processes_and_graphs_are_there_all_the_time() -> None:
@@ -199,9 +204,10 @@ def test_steps_between_phases_in_order() -> None:
         "reload actor",
         "reload optimizer",
     ]
-    always = {"CUDA contexts", "slots", "gather boxes"}
+    always = {"CUDA contexts", "gather boxes"}
     assert steps["offload optimizer"] == steps["reload optimizer"] == {*always, "actor", "optimizer"}
-    assert steps["sync"] == steps["offload actor"] == {*always, "actor", "engine weights"}
+    assert steps["offload actor"] == {*always, "actor", "engine weights"}
+    assert steps["sync"] == {*steps["offload actor"], "slots"}
     assert steps["empty cache"] == {*always, "engine weights", "allocator's cache"}
     assert steps["wake kv_cache"] == {*always, "engine weights", "engine kv_cache"}
     cached = next(plan for plan in predict_moves(setting()) if plan.name == "empty cache")

@@ -72,8 +72,13 @@ class _Parts:
         return {CONTEXTS: processes * self.setting.context_bytes, CUDA_GRAPHS: self.setting.cuda_graph_bytes}
 
     @property
+    def boxes(self) -> Mapping[str, int]:
+        return {BOXES: self.sync.boxes}
+
+    @property
     def session(self) -> Mapping[str, int]:
-        return {SLOTS: self.sync.slots, BOXES: self.sync.boxes}
+        """What a sync takes besides weights."""
+        return {SLOTS: self.sync.slots, **self.boxes, MERGE: self.sync.merge}
 
     @property
     def actor(self) -> Mapping[str, int]:
@@ -118,7 +123,8 @@ def predict(setting: Setting) -> Sequence[PhasePlan]:
     """What each of `PHASES` takes on the GPU with the most.
 
     In "launch" the engine starts, beside a trainer that is there and offloaded already; in "rollout" it generates; in
-    "sync" wsync moves weights; "train" is the start of a backward pass. Slots stay from the first sync on.
+    "sync" wsync moves weights; "train" is the start of a backward pass. Gather boxes stay from the first sync on, slots
+    do not (`wsync.sync(..., memory=m)` gives them back).
     """
     parts = _Parts.of(setting)
     idle = {**parts.always, **parts.kept_actor, **parts.kept_optimizer}
@@ -134,9 +140,9 @@ def predict(setting: Setting) -> Sequence[PhasePlan]:
     syncing = {**parts.always, **parts.actor, **parts.kept_optimizer, **parts.weights, **parts.session}
     return [
         PhasePlan(name="launch", residents=generating),
-        PhasePlan(name="rollout", residents={**generating, **parts.session}),
-        PhasePlan(name="sync", residents={**syncing, MERGE: parts.sync.merge}),
-        PhasePlan(name="train", residents={**parts.always, **training, **parts.session}),
+        PhasePlan(name="rollout", residents={**generating, **parts.boxes}),
+        PhasePlan(name="sync", residents=syncing),
+        PhasePlan(name="train", residents={**parts.always, **training, **parts.boxes}),
     ]
 
 
@@ -146,13 +152,13 @@ def predict_moves(setting: Setting) -> Sequence[PhasePlan]:
     What leaves is there until its copy is done, and what PyTorch's allocator keeps of it until the cache is emptied.
     """
     parts = _Parts.of(setting)
-    always = {**parts.always, **parts.session}
+    always = {**parts.always, **parts.boxes}
     idle = {**always, **parts.kept_actor, **parts.kept_optimizer}
     syncing = {**always, **parts.actor, **parts.kept_optimizer, **parts.weights}
     steps: list[tuple[str, Mapping[str, int]]] = []
     if OPTIMIZER in setting.offload:
         steps.append(("offload optimizer", {**always, **parts.actor, **parts.optimizer}))
-    steps += [("wake weights", syncing), ("sync", {**syncing, MERGE: parts.sync.merge})]
+    steps += [("wake weights", syncing), ("sync", {**syncing, **parts.session})]
     if ACTOR in setting.offload:
         cached = {**idle, **parts.weights, CACHE: sum(parts.actor.values()) + parts.sync.merge}
         steps += [("offload actor", {**syncing, CACHE: parts.sync.merge}), ("empty cache", cached)]
