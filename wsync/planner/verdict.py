@@ -15,6 +15,9 @@ from wsync.planner.setting import OFFLOADS, Setting, Trainer
 _MOST_RANKS = 1024
 _MOST_TP = 64
 _SMALL_BUCKET = 64 * MIB
+_SHORTEST = 512
+"""Tokens of the shortest sequences that are worth proposing."""
+
 GIB = 1 << 30
 
 
@@ -103,7 +106,8 @@ def _candidates(setting: Setting) -> Iterator[Iterable[tuple[str, Setting]]]:
     if setting.activations is None and setting.micro_batch > 1:
         yield [("micro-batches of 1 sequence", replace(setting, micro_batch=1))]
     if setting.activations is None:
-        halves = (setting.sequence >> times for times in range(1, setting.sequence.bit_length()))
+        times = range(1, (setting.sequence // _SHORTEST).bit_length())
+        halves = (setting.sequence >> number for number in times)
         yield ((f"sequences of {tokens} tokens", replace(setting, sequence=tokens)) for tokens in halves)
 
 
