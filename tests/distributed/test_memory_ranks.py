@@ -38,6 +38,52 @@ class JealousEngine(TaggedEngine):
         super().wake_up(tags)
 
 
+class NeighbourDevice(FakeDevice):
+    """Another rank's engine has a worker here, which takes 600 while it is awake."""
+
+    @property
+    def free(self) -> int:
+        asleep = _get_default_store().check(["asleep"])
+        return super().free - (0 if asleep else 600)
+
+
+class TellingEngine(TaggedEngine):
+    """What it does is seen on the device of the other rank."""
+
+    def sleep(self, level: int = 2) -> None:
+        super().sleep(level)
+        _get_default_store().set("asleep", "yes")
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        super().wake_up(tags)
+        _get_default_store().delete_key("asleep")
+
+
+def a_worker_of_another_ranks_engine(me: Rank) -> list[tuple[str | None, str]]:
+    """Rank 1 has an actor that fits only where the engine of rank 0 is not, and no engine to ask."""
+    device = NeighbourDevice(1000) if me.rank else FakeDevice(1000)
+    actor = FakeResident(device, "actor", 100)
+    actor.release(Deadline.after(1))
+    device.empty_cache()
+    if me.rank:
+        actor._nbytes = 700
+    residents: list[Resident] = [actor]
+    phases, together = {"rollout": [], "train": ["actor"]}, []
+    if me.rank == 0:
+        residents = [*engine_tags(TellingEngine(device), "engine", 2), actor]  # type: ignore[arg-type]
+        phases, together = {"rollout": ENGINE, "train": ["actor"]}, [ENGINE]
+    managed = Phases(residents, phases, device=device, group=new_group("memory", 20.0), together=together)
+    found = []
+    for phase in ("rollout", "train", "rollout", "train"):
+        words = ""
+        try:
+            managed.enter(phase)
+        except wsync.WsyncError as error:
+            words = f"{type(error).__name__}: {error}"
+        found.append((managed.phase, words))
+    return found
+
+
 class Rig:
     """The engine belongs to rank 0."""
 
@@ -130,6 +176,11 @@ def test_too_little_room_on_one_rank_moves_nothing_on_any() -> None:
     assert second[0].startswith("AdmissionError: phase 'train' needs 31 B")
     assert "31 B are missing" in first[0]
     assert [one[1:] for one in (first, second)] == [([], "rollout")] * 2
+
+
+def test_what_another_ranks_engine_gives_back_here_counts() -> None:
+    for found in run_ranks(a_worker_of_another_ranks_engine, 2, timeout_s=60):
+        assert found == [(phase, "") for phase in ("rollout", "train", "rollout", "train")]
 
 
 def test_ranks_that_enter_different_phases() -> None:

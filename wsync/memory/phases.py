@@ -192,13 +192,16 @@ class Phases:
             resident = self.residents.get(step.resident)
             if resident is not None and resident.present == (step.action == "release"):
                 (resident.check_release if resident.present else resident.check_restore)()
-        leaving = [step.resident for step in steps if step.action == "release" and self._is_present(step.resident)]
+        leaving = [step.resident for step in steps if step.action == "release" and not self._is_away(step.resident)]
         if all(self._is_sized(name) for name in leaving):  # else only their going will tell
             self._admit(phase, [step for step in steps if step.action == "restore"], leaving, more)
 
     def _admit(self, phase: str, steps: Sequence[Step], leaving: Sequence[str], more: Mapping[str, int]) -> None:
         """Raise `AdmissionError` if what `steps` restore does not fit once `leaving` has left."""
-        coming = [step.resident for step in steps if not self._is_present(step.resident) or step.resident in leaving]
+        coming = [
+            step.resident for step in steps if self._is_away(step.resident) or step.resident not in self.residents
+        ]
+        coming += [step.resident for step in steps if step.resident in leaving and step.resident not in coming]
         admit(
             phase,
             self._device.usage(),
@@ -236,8 +239,9 @@ class Phases:
         elif resident is not None and resident.present == (step.action == "release"):
             (resident.release if step.action == "release" else resident.restore)(self._deadline())
 
-    def _is_present(self, name: str) -> bool:
-        return name in self.residents and self.residents[name].present
+    def _is_away(self, name: str) -> bool:
+        """Whether it is this rank's and away. Of an engine that another rank owns a worker may be here."""
+        return name in self.residents and not self.residents[name].present
 
     def _is_sized(self, name: str) -> bool:
         """Whether the bytes of a resident are known, or were measured, alone or with those that it leaves with."""
