@@ -184,6 +184,7 @@ class VLLMWorker:
         self.model = Held()
         self.model_config = SimpleNamespace(model="nowhere")
         self.load_config = SimpleNamespace(load_format="dummy")
+        self.vllm_config = SimpleNamespace(lora_config=None)
 
     def get_model(self) -> Held:
         return self.model
