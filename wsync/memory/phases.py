@@ -151,6 +151,9 @@ class Phases:
             leaving = [step for step in steps if step.action != "restore"]
             coming = [step for step in steps if step.action == "restore"]
             self._everywhere("look ahead", lambda: self._check(phase, steps, more))
+            if steps:
+                self._mark(self.phase or "start", "left")
+                self._mark(f"to {phase}", "began")
             self.phase, self.moves = None, []
             for step in leaving:
                 self.moves.append(self._take(phase, step))
@@ -159,9 +162,14 @@ class Phases:
             for step in coming:
                 self.moves.append(self._take(phase, step))
             self.phase = phase
-            self.ledger.record(phase, "entered", self.present)
+            self._mark(phase, "entered")
         finally:
             self._entering.release()
+
+    def _mark(self, phase: str, event: str) -> None:
+        """Measure, and count peaks anew: those of a phase are not those of the way to it."""
+        self.ledger.record(phase, event, self.present)
+        self._device.reset_peak()
 
     def _agree(self, phase: str, wanted: Sequence[str]) -> Sequence[Step]:
         """The same steps on every rank, whatever each one has."""

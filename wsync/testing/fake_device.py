@@ -14,6 +14,7 @@ class FakeDevice:
         engines: owner -> bytes that an engine took from the device by itself.
         log: what was asked for, in order.
         peak: the most bytes that were in use at once since `reset_peak`.
+        peaks: what `peak` was at each `reset_peak`.
     """
 
     name = "fake"
@@ -27,6 +28,7 @@ class FakeDevice:
         self.tensors: dict[str, int] = {}
         self.engines: dict[str, int] = {}
         self.log: list[str] = []
+        self.peaks: list[int] = []
         self.peak = self._reserved = 0
 
     def take(self, owner: str, nbytes: int, *, engine: bool = False) -> None:
@@ -69,6 +71,7 @@ class FakeDevice:
 
     def reset_peak(self) -> None:
         """See `Device`."""
+        self.peaks.append(self.peak)
         self.peak = sum(self.tensors.values()) + sum(self.engines.values())
 
     def empty_cache(self) -> None:
