@@ -135,6 +135,9 @@ class VLLMAdapterLoader:
             manager.remove_oldest_adapter()
         manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER_ID)
+        device = self._alive().device
+        if device.type == "cuda":  # the targets are stand-ins, in host memory
+            torch.cuda.current_stream(device).synchronize()
 
     def rollback(self) -> None:
         """Nothing to undo."""
