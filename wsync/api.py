@@ -3,7 +3,7 @@
 import asyncio
 import os
 import weakref
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
@@ -18,7 +18,7 @@ from wsync.memory.manager import MemoryManager
 from wsync.protocols import Engine, Producer
 from wsync.report import SyncReport
 from wsync.session import Session
-from wsync.trainer_ranks import group_of, trainer_ranks
+from wsync.trainer_ranks import group_of, new_group, trainer_ranks
 
 _sessions: dict[tuple[Hashable, ...], Session] = {}
 _watched: set[tuple[Hashable, ...]] = set()
@@ -96,17 +96,15 @@ def connect(
         ConfigError, RankError, SyncTimeout, EngineStateError, PeerError: see `wsync.errors`.
     """
     settings = _settings(config)
-    rank, world_size, store = trainer_ranks(rank, world_size, store)
-    number = store.add(f"wsync/connects/{rank}", 1) if store is not None else 0
-    return _connect(actor, engine, settings, group_of(rank, world_size, store, f"connect/{number}", settings.timeout_s))
+    return _connect(actor, engine, settings, new_group("connect", settings.timeout_s, rank, world_size, store))
 
 
 def _connect(actor: object, engine: object, config: SyncConfig, group: Group) -> Session:
     try:
         producer = registry.producer_for(actor, config.lora)
-        if any(one is actor for one in _as_list(engine)):
+        if any(one is actor for one in registry.as_list(engine)):
             raise ConfigError("actor and engine are the same object: there is nothing to sync")
-        engines = [registry.engine_for(one) for one in _as_list(engine)]
+        engines = [registry.engine_for(one) for one in registry.as_list(engine)]
         if len({id(one) for one in engines}) != len(engines):
             raise ConfigError("the same engine was passed twice")
         transports = registry.transports_for(config.transport)
@@ -151,7 +149,7 @@ def _on_event_loop() -> bool:
 
 def _session_of(actor: object, engine: object, config: SyncConfig) -> tuple[tuple[Hashable, ...], Session]:
     """The session that every rank has for this call; if one of them has none, or another one, all connect anew."""
-    engines = _as_list(engine)
+    engines = registry.as_list(engine)
     key = (_key(actor), *(_key(one) for one in engines))
     found = _sessions.get(key)
     known = found if found is not None and found.config == config and not found.closed else None
@@ -208,9 +206,3 @@ def _meeting(rank: int, world_size: int, store: Store | None, timeout_s: float) 
 def _weakly(one: object, contract: type) -> Any:
     """An object that a session would hold as it is, held weakly, so that its owner decides how long it lives."""
     return weakref.proxy(one) if isinstance(one, contract) else one
-
-
-def _as_list(engine: object) -> Sequence[object]:
-    if engine is None:
-        return []
-    return list(engine) if isinstance(engine, (list, tuple)) else [engine]

@@ -231,6 +231,13 @@ def _entries(kind: str, built_in: Sequence[_Entry]) -> list[_Entry]:
     return [*built_in, *found] if kind == "transports" else [*found, *built_in]
 
 
+def as_list(engine: object) -> Sequence[object]:
+    """What a user passes as `engine`: one, several, or None."""
+    if engine is None:
+        return []
+    return list(engine) if isinstance(engine, (list, tuple)) else [engine]
+
+
 def _load(entry: _Entry) -> Any:
     module, _, attribute = entry.target.partition(":")
     try:

@@ -25,14 +25,17 @@ def trainer_ranks(rank: int | None, world_size: int | None, store: Store | None)
 
 
 def group_of(rank: int, world_size: int, store: Store | None, name: str, timeout_s: float) -> Group:
+    """The group called `name` of these ranks."""
     if store is None:
         return Group(rank, world_size, None, timeout_s)
     shared: Any = PrefixStore(f"wsync/{name}", store)
     return Group(rank, world_size, shared.clone(), timeout_s)  # a wait on its connection must not block the trainer's
 
 
-def new_group(kind: str, timeout_s: float) -> Group:
-    """A group of the ranks of the default process group, for one more object of a `kind` that every rank makes."""
-    rank, world_size, store = trainer_ranks(None, None, None)
-    number = store.add(f"wsync/{kind}/{rank}", 1) if store is not None else 0
+def new_group(
+    kind: str, timeout_s: float, rank: int | None = None, world_size: int | None = None, store: Store | None = None
+) -> Group:
+    """A group for one more object of a `kind` that every rank makes. The ranks are as `trainer_ranks` says."""
+    rank, world_size, store = trainer_ranks(rank, world_size, store)
+    number = store.add(f"wsync/numbers/{kind}/{rank}", 1) if store is not None else 0
     return group_of(rank, world_size, store, f"{kind}/{number}", timeout_s)

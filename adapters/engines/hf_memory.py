@@ -47,11 +47,10 @@ def release(model: nn.Module, *, keep_weights: bool) -> Released:
     with `keep_weights`. If there is no room for the copies nothing was changed.
     """
     own_memory(model)
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in _tensors(model)}
     buffers = {tensor.untyped_storage()._cdata for tensor in model.buffers()}
     blocks = [
         _Block(storage, storage.nbytes(), _to_host(storage) if keep_weights or key in buffers else None)
-        for key, storage in found.items()
+        for key, storage in storages.storages_of(_tensors(model)).items()
     ]
     for block in blocks:
         block.storage.resize_(0)

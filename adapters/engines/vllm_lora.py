@@ -8,20 +8,20 @@ is collected in stand-ins, which nothing reads. When all of it is there, an adap
 the last one.
 """
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wsync.adapters.trainers.lora_adapter import PREFIX, SCALING
-from wsync.errors import EngineStateError, MismatchError
+from wsync.adapters.trainers.lora_adapter import PREFIX, SCALING, layer_of
+from wsync.errors import MismatchError
 from wsync.plan import TensorSpec
-from wsync.topology import Endpoint, local_endpoint
+from wsync.topology import Endpoint
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
+
+    from wsync.adapters.engines.vllm_worker import VLLMLoader
 
 NAME = "wsync"
 """Of the adapter, in vLLM."""
@@ -53,46 +53,33 @@ def is_adapter(specs: Sequence[TensorSpec]) -> bool:
     return any(spec.name.endswith(f".{SCALING}") for spec in specs)
 
 
-@dataclass(slots=True)
-class _Layer:
-    """What an adapter adds to one layer: stand-ins by the last part of their names."""
-
-    parts: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def copies(self) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """A, B and the factor of their product."""
-        a, b, scaling = (self.parts[part] for part in _FACTORS)
-        return a.clone(), b.clone(), float(scaling)
-
-
 class VLLMAdapterLoader:
     """`wsync.protocols.Loader` for the adapter of one vLLM worker. It leaves the base weights alone."""
 
     whole = False
 
-    def __init__(self, vllm_worker: Any, specs: Sequence[TensorSpec]) -> None:
-        """Make stand-ins for `specs`.
+    def __init__(self, base: "VLLMLoader", specs: Sequence[TensorSpec]) -> None:
+        """Make stand-ins for `specs`, for the worker of `base`.
 
         Attributes:
             problems: a sentence for each thing that keeps this vLLM from taking them.
         """
-        from vllm import __version__
-
-        self.engine = f"vLLM {__version__}"
-        self._worker = weakref.ref(vllm_worker)
-        self._config = vllm_worker.vllm_config.lora_config
-        self._layers: dict[str, _Layer] = {}
+        self.engine = base.engine
+        self._base = base
+        self._config = base.worker().vllm_config.lora_config
+        self._layers: dict[str, dict[str, torch.Tensor]] = {}
         self._targets: dict[str, torch.Tensor] = {}
         for spec in specs:
-            layer, part = _split(spec.name)
+            layer = layer_of(spec.name)
+            part = spec.name.removeprefix(f"{layer}.")
             factor = self._config is not None and part != SCALING
             stand_in = torch.zeros(spec.shape, dtype=self._config.lora_dtype if factor else spec.dtype)
-            self._targets[spec.name] = self._layers.setdefault(layer, _Layer()).parts[part] = stand_in
+            self._targets[spec.name] = self._layers.setdefault(layer, {})[part] = stand_in
         self.problems = tuple(self._problems())
 
     def endpoint(self) -> Endpoint:
         """Where this worker's weights are."""
-        return local_endpoint(self._alive().device)
+        return self._base.endpoint()
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         """The stand-ins, in host memory, by the names of PEFT's files."""
@@ -124,20 +111,18 @@ class VLLMAdapterLoader:
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.lora_weights import LoRALayerWeights
 
-        manager, layers = self._manager(), {}
-        for name, layer in self._layers.items():
-            a, b, scaling = layer.copies()
-            rank = a.shape[0]
-            layers[self._named(name)] = LoRALayerWeights(self._named(name), rank, rank, a, b, scaling)
+        manager, layers = _manager(self._base.worker()), {}
+        for layer, parts in self._layers.items():
+            a, b, scaling = (parts[part].clone() for part in _FACTORS)
+            name, rank = _named(manager, layer), a.shape[0]
+            layers[name] = LoRALayerWeights(name, rank, rank, a, b, float(scaling))
         adapter = LoRAModel(ADAPTER_ID, max(layer.rank for layer in layers.values()), layers)
         manager.remove_adapter(ADAPTER_ID)
         if len(manager) >= manager.capacity:
             manager.remove_oldest_adapter()
         manager.add_adapter(adapter)
         manager.activate_adapter(ADAPTER_ID)
-        device = self._alive().device
-        if device.type == "cuda":  # the targets are stand-ins, in host memory
-            torch.cuda.current_stream(device).synchronize()
+        self._base.wait_for_device()
 
     def rollback(self) -> None:
         """Nothing to undo."""
@@ -146,57 +131,46 @@ class VLLMAdapterLoader:
         if self._config is None:
             yield f"{self.engine} was started without adapters: give it enable_lora=True and max_lora_rank"
             return
-        sizes, most = _sizes(self._manager()), self._config.max_lora_rank
-        for name, layer in self._layers.items():
-            strange = [part for part in layer.parts if part not in _FACTORS]
-            lacking = [part for part in _FACTORS if part not in layer.parts]
+        manager = _manager(self._base.worker())
+        sizes = _sizes(manager)
+        for layer, parts in self._layers.items():
+            name, known = layer.removeprefix(PREFIX), sizes.get(_named(manager, layer), ())
+            strange = [part for part in parts if part not in _FACTORS]
+            lacking = [part for part in _FACTORS if part not in parts]
             if strange:
                 yield f"{name}.{strange[0]}: {self.engine} takes nothing from memory but A and B of linear layers"
-            elif self._named(name) not in sizes:
+            elif known == ():
                 yield f"{name}: {self.engine} has no such layer that takes adapters"
             elif lacking:
                 yield f"{name}: {', '.join(lacking)} is missing"
-            elif (known := sizes[self._named(name)]) is None:
+            elif known is None:
                 yield f"{name}: {self.engine} takes adapters from memory for linear layers only"
             else:
-                a, b = layer.parts[_FACTORS[0]], layer.parts[_FACTORS[1]]
-                (inputs, outputs), rank = known, a.shape[0]
-                if a.shape != (rank, inputs) or b.shape != (outputs, rank):
-                    shapes = f"A {list(a.shape)} and B {list(b.shape)}"
-                    yield f"{name}: {shapes} do not fit {inputs} inputs and {outputs} outputs"
-                elif rank > most:
-                    yield f"{name}: its rank is {rank}, the engine's max_lora_rank is {most}"
+                yield from self._misfits(name, parts, *known)
 
-    def _named(self, layer: str) -> str:
-        """vLLM's name of a layer."""
-        from vllm.lora.utils import parse_fine_tuned_lora_name
-
-        mapper: Any = getattr(self._manager().model, "hf_to_vllm_mapper", None)
-        # vLLM 0.26 renames by the whole mapper.
-        renaming = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
-        name: str = parse_fine_tuned_lora_name(f"{PREFIX}{layer}.{_FACTORS[0]}", renaming)[0]
-        return name
-
-    def _manager(self) -> Any:
-        return _manager(self._alive())
-
-    def _alive(self) -> Any:
-        worker = self._worker()
-        if worker is None:
-            raise EngineStateError(f"this worker of {self.engine} was shut down")
-        return worker
+    def _misfits(self, name: str, parts: Mapping[str, torch.Tensor], inputs: int, outputs: int) -> Iterator[str]:
+        a, b = (parts[part] for part in _FACTORS[:2])
+        rank, most = a.shape[0], self._config.max_lora_rank
+        if a.shape != (rank, inputs) or b.shape != (outputs, rank):
+            shapes = f"A {list(a.shape)} and B {list(b.shape)}"
+            yield f"{name}: {shapes} do not fit {inputs} inputs and {outputs} outputs"
+        elif rank > most:
+            yield f"{name}: its rank is {rank}, the engine's max_lora_rank is {most}"
 
 
 def _manager(vllm_worker: Any) -> Any:
     return vllm_worker.model_runner.lora_manager._adapter_manager
 
 
-def _split(name: str) -> tuple[str, str]:
-    """The layer that a tensor belongs to, and the rest of its name."""
-    name = name.removeprefix(PREFIX)
-    head, mark, _ = name.rpartition(".lora_")
-    layer = head if mark else name.rpartition(".")[0]
-    return layer, name.removeprefix(f"{layer}.")
+def _named(manager: Any, layer: str) -> str:
+    """vLLM's name of a layer of a file."""
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+
+    mapper: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
+    # vLLM 0.26 renames by the whole mapper.
+    renaming = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+    name: str = parse_fine_tuned_lora_name(f"{layer}.{_FACTORS[0]}", renaming)[0]
+    return name
 
 
 def _sizes(manager: Any) -> Mapping[str, tuple[int, int] | None]:

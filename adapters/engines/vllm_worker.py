@@ -52,33 +52,31 @@ def worker_of(vllm_worker: Any, rank: int) -> Worker:
     """
     worker: Worker | None = getattr(vllm_worker, "wsync_worker", None)
     if worker is None:
-        worker = vllm_worker.wsync_worker = _Worker(VLLMLoader(vllm_worker), vllm_worker, rank)
+        worker = vllm_worker.wsync_worker = _Worker(VLLMLoader(vllm_worker), rank)
     return worker
 
 
 class _Worker(SettlingWorker):
     """Loads weights, or the tensors of an adapter alone: what is offered tells which."""
 
-    def __init__(self, loader: "VLLMLoader", vllm_worker: Any, rank: int) -> None:
+    def __init__(self, loader: "VLLMLoader", rank: int) -> None:
         super().__init__(loader, rank)
-        self._vllm, self._vllm_worker = loader, weakref.ref(vllm_worker)
-        self._adapter: VLLMAdapterLoader | None = None
+        self._vllm = loader
 
     def _record(self, specs: Sequence[TensorSpec]) -> LoadPlan:
-        self._adapter = VLLMAdapterLoader(self._vllm_worker(), specs) if is_adapter(specs) else None
-        self._loader = self._adapter or self._vllm
+        self._loader = VLLMAdapterLoader(self._vllm, specs) if is_adapter(specs) else self._vllm
         return super()._record(specs)
 
     def _examine(self, specs: Sequence[TensorSpec], void: bool) -> Manifest:
         found = super()._examine(specs, void)
-        if self._adapter is not None:
-            return replace(found, problems=(*found.problems, *self._adapter.problems))
+        if isinstance(self._loader, VLLMAdapterLoader):
+            return replace(found, problems=(*found.problems, *self._loader.problems))
         if not self._vllm.repacked:
             return found
         return replace(found, through_loader=dict.fromkeys(found.through_loader, _RELOAD), verified=_RELOAD_UNVERIFIED)
 
     def handle(self, method: str, payload: bytes) -> bytes:
-        if method == "read" and self._adapter is None and self._vllm.repacked:
+        if method == "read" and self._loader is self._vllm and self._vllm.repacked:
             message = f"{self._vllm.engine} repacked its weights after loading them; they cannot be shown"
             return wire.pack({"error": {"type": "UnsupportedError", "message": message, "traceback": ""}})
         return super().handle(method, payload)
@@ -105,7 +103,7 @@ class VLLMLoader:
 
     def endpoint(self) -> Endpoint:
         """Where this worker's weights are."""
-        return local_endpoint(self._alive().device)
+        return local_endpoint(self.worker().device)
 
     @property
     def repacked(self) -> bool:
@@ -143,7 +141,7 @@ class VLLMLoader:
 
     def launch_weights(self) -> Iterable[tuple[str, torch.Tensor]] | None:
         """The safetensors files of the checkpoint folder; None without one, or where live bytes are repacked."""
-        worker = self._alive()
+        worker = self.worker()
         folder = Path(worker.model_config.model)
         if worker.load_config.load_format == "dummy" or self.repacked or not folder.is_dir():
             return None
@@ -169,14 +167,13 @@ class VLLMLoader:
         An adapter that was synced for the old base weights goes.
         """
         self._held = None
-        worker, model = self._alive(), self._model()
+        worker, model = self.worker(), self._model()
         vllm_lora.drop(worker)
         with self._context():
             if self._reloading:
                 vllm_reload.finish(model, worker.model_config)
                 self._reloading = False
-                if worker.device.type == "cuda":  # the targets are stand-ins, in host memory
-                    torch.cuda.current_stream(worker.device).synchronize()
+                self.wait_for_device()
             else:
                 _process_attention(model, worker.model_config)
         self._places.check(model, "while it loaded")
@@ -188,6 +185,19 @@ class VLLMLoader:
             self._reloading = False
             with self._context():
                 vllm_reload.rollback(self._model())
+
+    def wait_for_device(self) -> None:
+        """Where the targets were stand-ins in host memory, nobody else waits for what was made of them."""
+        device = self.worker().device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def worker(self) -> Any:
+        """vLLM's worker object. Raises `EngineStateError` if it is gone."""
+        worker = self._worker()
+        if worker is None:
+            raise EngineStateError(f"this worker of {self.engine} was shut down")
+        return worker
 
     def _marked(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -202,14 +212,8 @@ class VLLMLoader:
             self._stand_ins = None if self._in_place else vllm_reload.StandIns(model)
         return self._stand_ins
 
-    def _alive(self) -> Any:
-        worker = self._worker()
-        if worker is None:
-            raise EngineStateError(f"this worker of {self.engine} was shut down")
-        return worker
-
     def _model(self) -> torch.nn.Module:
-        model: torch.nn.Module = self._alive().get_model()
+        model: torch.nn.Module = self.worker().get_model()
         return model
 
     @contextmanager
@@ -217,7 +221,7 @@ class VLLMLoader:
         """What vLLM's loaders expect of the thread that calls them."""
         from vllm.config import set_current_vllm_config
 
-        worker = self._alive()
+        worker = self.worker()
         with ExitStack() as stack:
             if worker.device.type == "cuda":
                 stack.enter_context(torch.cuda.device(worker.device))

@@ -14,7 +14,7 @@ from wsync.adapters.trainers.deepspeed import DeepSpeedProducer
 from wsync.deadline import Deadline
 from wsync.errors import MemoryStateError, UnsupportedError
 from wsync.memory.host_pool import HostPool
-from wsync.memory.resident import Resident
+from wsync.memory.resident import Resident, require_away, require_present
 from wsync.memory.storages import inner_tensors, storages_of
 
 _TESTED = "0.19.8"
@@ -101,8 +101,7 @@ class _EngineStates:
 
     def check_release(self) -> None:
         """See `Resident`. Raises `UnsupportedError` for what DeepSpeed does not move, `AdmissionError` without room."""
-        if self._away is not None:
-            raise MemoryStateError(f"{self.name} is away already; restore it before it is released again")
+        require_present(self)
         self._check_supported()
         already = sorted(state.value for state in self._zero.offloaded_states if state.value in self._states)
         if already:
@@ -121,8 +120,7 @@ class _EngineStates:
 
     def check_restore(self) -> None:
         """See `Resident`."""
-        if self._away is None:
-            raise MemoryStateError(f"{self.name} is present; release it before it is restored")
+        require_away(self)
         back = sorted(state.value for state in self._moved - self._zero.offloaded_states)
         if back:
             raise MemoryStateError(

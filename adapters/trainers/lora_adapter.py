@@ -38,7 +38,7 @@ class AdapterProducer(ShardedProducer):
 
     def metadata(self) -> Sequence[TensorSpec]:
         """See `wsync.Producer`. Raises `UnsupportedError` unless one adapter is active, and as `examine`."""
-        return [replace(spec, atomic_group=_layer_of(spec.name)) for spec in super().metadata()]
+        return [replace(spec, atomic_group=layer_of(spec.name)) for spec in super().metadata()]
 
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         held = super()._held(module)
@@ -91,7 +91,7 @@ def _in_file(tuned: Tuned, raw: str, adapter: str) -> str:
     return f"{head}{mark}{kind}{rest}" if mark else name
 
 
-def _layer_of(name: str) -> str:
-    """The layer that a tensor of a file belongs to: its factors, scaling and bias, or a module's copy."""
+def layer_of(name: str) -> str:
+    """The layer that a tensor of a file belongs to, with the file's prefix: factors, scaling, bias, a module's copy."""
     head, mark, _ = name.rpartition(".lora_")
     return head if mark else name.rpartition(".")[0]

@@ -11,7 +11,7 @@ from tests.distributed.flat_steps import unequal
 from wsync.deadline import Deadline
 from wsync.memory.host_pool import HostPool
 from wsync.memory.resident import Resident
-from wsync.memory.residents import resident_for_model, residents_for_optimizer
+from wsync.memory.residents import resident_for_model, resident_for_optimizer
 from wsync.memory.storages import inner_tensors
 
 
@@ -59,7 +59,7 @@ def states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def residents(one: Trained) -> tuple[Resident, Resident]:
     pool = HostPool()
-    [of_optimizer] = residents_for_optimizer("adamw", one.optimizer, pool)
+    of_optimizer = resident_for_optimizer("adamw", one.optimizer, pool)
     return resident_for_model("actor", one.model, pool), of_optimizer
 
 

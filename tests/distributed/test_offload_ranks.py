@@ -18,7 +18,7 @@ from tests.distributed.offload_steps import Trained, cycles, held, soon
 from tests.distributed.sharded_models import llama
 from wsync.errors import AdmissionError, MemoryStateError, UnsupportedError
 from wsync.memory.host_pool import HostPool
-from wsync.memory.residents import resident_for_model, residents_for_optimizer
+from wsync.memory.residents import resident_for_model, resident_for_optimizer
 from wsync.testing.ranks import Rank, run_ranks
 
 FSDP2 = ["fsdp2", "fsdp2 kept unsharded", "fsdp2 tied", "fsdp2 mixed precision", "fsdp2 checkpointed compiled", "tp"]
@@ -99,7 +99,7 @@ def zero(me: Rank, name: str) -> None:
         patch.setattr("deepspeed.ops.adam.fused_adam.FusedAdam", fused)
         pool = HostPool()
         model = resident_for_model("actor", engine, pool)
-        [optimizer] = residents_for_optimizer("adamw", engine, pool)
+        optimizer = resident_for_optimizer("adamw", engine, pool)
         objects = list(engine.module.parameters())
         for cycle, (first, second) in enumerate([(model, optimizer), (optimizer, model), (model, optimizer)]):
             taken = first.nbytes
@@ -154,7 +154,7 @@ def pairs_of_zero(me: Rank) -> list[str]:
     engine.offload_states(pin_memory=False)
     resident.restore(soon())
     assert resident.present
-    refused(lambda: residents_for_optimizer("adamw", engine, HostPool())[0].release(soon()))
+    refused(lambda: resident_for_optimizer("adamw", engine, HostPool()).release(soon()))
     engine.reload_states()
     return said
 
@@ -203,7 +203,7 @@ def refusals_of_zero(me: Rank) -> dict[str, str]:
         return resident_for_model("actor", engine, pool or HostPool())
 
     def optimizer(engine: Any) -> Any:
-        return residents_for_optimizer("adamw", engine, HostPool())[0]
+        return resident_for_optimizer("adamw", engine, HostPool())
 
     zero3 = start(me, KINDS["zero3"])
     refused("not fused", optimizer(zero3).check_release)

@@ -9,7 +9,8 @@ import torch
 
 from wsync.errors import AdmissionError, ClosedError, ConfigError
 from wsync.memory import host_pool
-from wsync.memory.host_pool import HostPool, available_bytes, pinned_bytes
+from wsync.memory.host import available_bytes
+from wsync.memory.host_pool import HostPool, pinned_bytes
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from wsync.errors import AdmissionError, ConfigError, MemoryStateError, SyncTime
 from wsync.memory.host_copies import HostCopies
 from wsync.memory.host_pool import Block, HostPool
 from wsync.memory.offload import Offload
-from wsync.memory.residents import resident_for_model, residents_for_optimizer
+from wsync.memory.residents import resident_for_model, resident_for_optimizer
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -28,7 +28,7 @@ def test_training_goes_on_as_if_nothing_had_happened(name: str) -> None:
     model, optimizer = made(name)
     alone, its_optimizer = made(name)
     resident = resident_for_model("actor", model, pool)
-    [states] = residents_for_optimizer("adamw", optimizer, pool)
+    states = resident_for_optimizer("adamw", optimizer, pool)
     objects, layout = list(model.parameters()), [tensor.stride() for tensor in tensors(model)]
     for cycle in range(4):
         taken = storage_bytes(model)
@@ -66,7 +66,7 @@ def test_gradients_leave_too_and_come_back() -> None:
 
 def test_states_that_are_not_there_before_the_first_step() -> None:
     model, optimizer = made("plain")
-    [states] = residents_for_optimizer("adamw", optimizer, HostPool())
+    states = resident_for_optimizer("adamw", optimizer, HostPool())
     assert states.nbytes == 0
     states.release(soon())
     assert not states.present
@@ -92,7 +92,7 @@ def test_lists_and_mappings_of_states() -> None:
 
     for _ in range(2):
         optimizer.step(loss)
-    [states] = residents_for_optimizer("lbfgs", optimizer, HostPool())
+    states = resident_for_optimizer("lbfgs", optimizer, HostPool())
     history = next(iter(optimizer.state.values()))["old_dirs"]
     before = [tensor.clone() for tensor in history]
     states.release(soon())
@@ -175,7 +175,7 @@ def test_a_state_dict_that_an_optimizer_loaded_while_it_was_away() -> None:
     model, optimizer = made("plain")
     step(model, optimizer, 0)
     saved = deepcopy(optimizer.state_dict())
-    [states] = residents_for_optimizer("adamw", optimizer, HostPool())
+    states = resident_for_optimizer("adamw", optimizer, HostPool())
     states.release(soon())
     optimizer.load_state_dict(saved)
     with pytest.raises(MemoryStateError, match="adamw is away, and tensor 0"):
@@ -288,7 +288,7 @@ def test_what_cannot_be_offloaded_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match=r"the model actor is a builtins.str; a torch.nn.Module"):
         resident_for_model("actor", "a path", pool)
     with pytest.raises(UnsupportedError, match=r"the optimizer adamw is a torch.nn.modules.linear.Linear; the state"):
-        residents_for_optimizer("adamw", nn.Linear(2, 2), pool)
+        resident_for_optimizer("adamw", nn.Linear(2, 2), pool)
     model = nn.Embedding(4, 2, sparse=True)
     model(torch.tensor([1])).sum().backward()
     resident = resident_for_model("actor", model, pool)

@@ -20,10 +20,10 @@ class HostDevice:
 
     def usage(self) -> Usage:
         """See `Device`."""
-        machine = _kib_fields("meminfo")
+        machine = host.proc_sizes("meminfo")
         resident = host.resident_bytes()
         # The kernel raises its mark only now and then; it may be behind what the process has at this moment.
-        peak = max(_kib_fields("self/status").get("VmHWM", 0), resident)
+        peak = max(host.proc_sizes("self/status").get("VmHWM", 0), resident)
         return Usage(
             total=machine["MemTotal"],
             free=machine["MemAvailable"],
@@ -49,9 +49,3 @@ class HostDevice:
     def empty_cache(self) -> None:
         """See `Device`."""
         host.trim()
-
-
-def _kib_fields(name: str) -> dict[str, int]:
-    """Those lines of a file in /proc that give a size: name -> bytes."""
-    lines = (line.split() for line in (host.PROC / name).read_text().splitlines())
-    return {line[0].rstrip(":"): int(line[1]) << 10 for line in lines if line[2:] == ["kB"]}

@@ -11,15 +11,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from wsync.errors import AdmissionError, ClosedError, ConfigError
+from wsync.memory.host import available_bytes
 from wsync.memory.sizes import gib
 
-_MEMINFO = Path("/proc/meminfo")
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every device of this process."""
 
@@ -29,16 +28,6 @@ _pools: "weakref.WeakSet[HostPool]" = weakref.WeakSet()
 def pinned_bytes() -> int:
     """Bytes of host memory that all pools of this process hold pinned."""
     return sum(pool.pinned_nbytes for pool in list(_pools))
-
-
-def available_bytes() -> int | None:
-    """Bytes of host memory that can be taken without swapping; None where the system does not say."""
-    try:
-        lines = _MEMINFO.read_text().splitlines()
-    except OSError:
-        return None
-    kib = next((line.split()[1] for line in lines if line.startswith("MemAvailable:")), None)
-    return None if kib is None else int(kib) * 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ while training:
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from wsync import registry
@@ -19,17 +18,16 @@ from wsync.errors import ConfigError, MemoryStateError, first_five
 from wsync.memory.device import Device
 from wsync.memory.engine_tag import engine_tags
 from wsync.memory.host_pool import HostPool
-from wsync.memory.ledger import Ledger
-from wsync.memory.phases import Move, Phases
+from wsync.memory.phases import Phases
 from wsync.memory.resident import Resident
-from wsync.memory.residents import resident_for_model, residents_for_optimizer
+from wsync.memory.residents import resident_for_model, resident_for_optimizer
 from wsync.trainer_ranks import new_group
 
 _NONE: Mapping[str, Any] = {}
 _managed: "weakref.WeakKeyDictionary[object, weakref.ref[MemoryManager]]" = weakref.WeakKeyDictionary()
 
 
-class MemoryManager:
+class MemoryManager(Phases):
     """Moves models, optimizer states and engines on and off the device, phase by phase.
 
     Three operations that are never mixed up: an engine sleeps and wakes by tag; a model's storages go to host memory
@@ -68,8 +66,7 @@ class MemoryManager:
             ConfigError: a name is there twice, a phase names what does not exist, or an engine has a manager already.
             UnsupportedError: something cannot be offloaded; says what and why.
         """
-        given = list(engine) if isinstance(engine, (list, tuple)) else [] if engine is None else [engine]
-        engines = [registry.engine_for(one) for one in given]
+        engines = [registry.engine_for(one) for one in registry.as_list(engine)]
         for one in engines:
             other = _managed.get(one)
             if other is not None and other() is not None:
@@ -81,17 +78,13 @@ class MemoryManager:
             engine_tags(one, "engine" if len(engines) == 1 else f"engine {number}", sleep_level)
             for number, one in enumerate(engines)
         ]
-        of_optimizers = [
-            resident
-            for name, optimizer in optimizers.items()
-            for resident in residents_for_optimizer(name, optimizer, self._pool)
-        ]
+        of_optimizers = [resident_for_optimizer(name, one, self._pool) for name, one in optimizers.items()]
         of_models = [resident_for_model(name, model, self._pool) for name, model in {**models, **frozen}.items()]
         residents: list[Resident] = [*(tag for some in tags for tag in some), *of_optimizers, *of_models]
         names = [[tag.name for tag in some] for some in tags]
-        self._phases = Phases(
+        super().__init__(
             residents,
-            {**_standard_phases(names, list(models), [one.name for one in of_optimizers]), **phases},
+            {**_standard_phases(names, list(models), list(optimizers)), **phases},
             device=device or _device_of(models),
             group=new_group("memory", timeout_s),
             together=names,
@@ -100,45 +93,13 @@ class MemoryManager:
             _managed[one] = weakref.ref(self)
         self._engines = engines
 
-    @property
-    def phase(self) -> str | None:
-        """The phase that was entered last; None before the first, and after a way that broke off."""
-        return self._phases.phase
-
-    @property
-    def present(self) -> Mapping[str, int]:
-        """What is on this rank's device, name -> bytes; 0 for what was not measured yet."""
-        return self._phases.present
-
-    @property
-    def moves(self) -> Sequence[Move]:
-        """What each step of the last change of phase did on this rank's device."""
-        return tuple(self._phases.moves)
-
-    @property
-    def ledger(self) -> Ledger:
-        """Memory over time: as a table, as JSON, as a plot."""
-        return self._phases.ledger
-
-    def enter(self, phase: str, more: Mapping[str, int] = _NONE) -> None:
-        """*Collective.* Let `phase` have what it needs, and nothing else. See `Phases.enter`."""
-        self._phases.enter(phase, more)
-
-    def using(self, name: str) -> AbstractContextManager[None]:
-        """*Collective.* Have one of `frozen` on the device for a block, beside what the phase has."""
-        return self._phases.using(name)
-
-    def explain(self) -> str:
-        """The phases, and every way from one to another, step by step."""
-        return self._phases.explain()
-
     def report_memory(self, prefix: str = "") -> str:
         """One line for a log: what is taken now, and by whom."""
         return self.ledger.report_memory(prefix)
 
     def close(self) -> None:
         """Let go of the engines and of the host memory. Raises `MemoryStateError` while something lies there."""
-        residents = self._phases.residents.values()
+        residents = self.residents.values()
         away = [resident.name for resident in residents if resident.host_nbytes and not resident.present]
         if away:
             raise MemoryStateError(f"{first_five(away)} would be lost; enter a phase that has them first")

@@ -9,6 +9,7 @@ from wsync.deadline import Deadline
 from wsync.errors import AdmissionError, MemoryStateError, first_five
 from wsync.memory.host_copies import HostCopies
 from wsync.memory.host_pool import HostPool
+from wsync.memory.resident import require_away, require_present
 from wsync.memory.sizes import gib
 from wsync.memory.storages import bytes_of, inner_tensors, own_memory, storages_of
 
@@ -82,16 +83,14 @@ class Offload:
 
     def check_release(self) -> None:
         """See `Resident`. Raises `AdmissionError` if the host has no room."""
-        if self._away is not None:
-            raise MemoryStateError(f"{self.name} is away already; restore it before it is released again")
+        require_present(self)
         self._check()
         storages = list(storages_of(self._list()).values())
         self._pool.check(self.name, _block_sizes(storages), pinned=_pinned(storages))
 
     def check_restore(self) -> None:
         """See `Resident`. Raises `MemoryStateError` if tensors were given memory while they were away."""
-        if self._away is None:
-            raise MemoryStateError(f"{self.name} is present; release it before it is restored")
+        require_away(self)
         if not self._away:
             return
         stayed = {storage._cdata for storage in self._stayed}

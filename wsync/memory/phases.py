@@ -207,9 +207,10 @@ class Phases:
     def _admit(self, phase: str, steps: Sequence[Step], leaving: Sequence[str], more: Mapping[str, int]) -> None:
         """Raise `AdmissionError` if what `steps` restore does not fit once `leaving` has left."""
         coming = [
-            step.resident for step in steps if self._is_away(step.resident) or step.resident not in self.residents
+            step.resident
+            for step in steps
+            if step.resident in leaving or step.resident not in self.residents or self._is_away(step.resident)
         ]
-        coming += [step.resident for step in steps if step.resident in leaving and step.resident not in coming]
         admit(
             phase,
             self._device.usage(),

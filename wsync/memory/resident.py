@@ -3,6 +3,7 @@
 from typing import Protocol
 
 from wsync.deadline import Deadline
+from wsync.errors import MemoryStateError
 
 
 class Resident(Protocol):
@@ -41,3 +42,15 @@ class Resident(Protocol):
     def restore(self, deadline: Deadline) -> None:
         """Take device memory again. Raises `MemoryStateError` if it is present. After an error it is away."""
         ...
+
+
+def require_present(resident: Resident) -> None:
+    """Raise `MemoryStateError` if it was released and not restored."""
+    if not resident.present:
+        raise MemoryStateError(f"{resident.name} is away already; restore it before it is released again")
+
+
+def require_away(resident: Resident) -> None:
+    """Raise `MemoryStateError` unless it was released."""
+    if resident.present:
+        raise MemoryStateError(f"{resident.name} is present; release it before it is restored")

@@ -60,7 +60,7 @@ def resident_for_model(name: str, model: object, pool: HostPool) -> Resident:
     return Offload(name, partial(model_tensors, model), pool)
 
 
-def residents_for_optimizer(name: str, optimizer: object, pool: HostPool) -> list[Resident]:
+def resident_for_optimizer(name: str, optimizer: object, pool: HostPool) -> Resident:
     """What offloads the state of `optimizer`; state that appears later is found at the next release.
 
     Args:
@@ -73,13 +73,13 @@ def residents_for_optimizer(name: str, optimizer: object, pool: HostPool) -> lis
     """
     adapter = _adapter_for(optimizer, _OPTIMIZERS)
     if adapter is not None:
-        return [adapter.resident(name, optimizer, pool)]
+        return adapter.resident(name, optimizer, pool)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UnsupportedError(
             f"the optimizer {name} is a {_kind(optimizer)}; the state of a torch.optim.Optimizer, or of the optimizer "
             f"in a deepspeed.DeepSpeedEngine, can be offloaded"
         )
-    return [Offload(name, partial(optimizer_tensors, optimizer), pool)]
+    return Offload(name, partial(optimizer_tensors, optimizer), pool)
 
 
 def _adapter_for(obj: object, targets: Sequence[str]) -> TrainerMemory | None:

@@ -1,6 +1,7 @@
 """Bytes for people."""
 
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+GIB = 1 << 30
+_UNITS = (("GiB", GIB), ("MiB", 1 << 20), ("KiB", 1 << 10))
 
 
 def gib(nbytes: int) -> str:

@@ -8,8 +8,8 @@ from typing import Any
 from wsync.errors import ConfigError
 from wsync.extras import importing
 from wsync.memory.ledger import Ledger
+from wsync.memory.sizes import GIB
 
-_GIB = 1 << 30
 _LINES = (("device used", "black", ":"), ("reserved", "tab:red", "--"), ("allocated", "tab:blue", "-"))
 _PHASES = ("#f2f2f2", "#fff2cc", "#dcebf7", "#e4f2dc", "#f9dfdc", "#ebe0f3")
 _LAST = 0.04
@@ -94,4 +94,4 @@ def _phases(axes: Any, rows: Sequence[Mapping[str, Any]], times: Sequence[float]
 
 def _held(nbytes: Sequence[int]) -> list[float]:
     """In GiB, and the last value once more: it holds to the right edge."""
-    return [one / _GIB for one in (*nbytes, nbytes[-1])]
+    return [one / GIB for one in (*nbytes, nbytes[-1])]

@@ -12,6 +12,7 @@ from typing import get_args
 from wsync.bench.plot import check_plot
 from wsync.config import MIB, SyncConfig
 from wsync.errors import ConfigError, WsyncError
+from wsync.memory.sizes import GIB
 from wsync.planner.hf_config import read_config
 from wsync.planner.models import NAMES, named
 from wsync.planner.plot import plot
@@ -22,10 +23,9 @@ from wsync.planner.verdict import judge
 TOO_LARGE, MISUSED = 1, 2
 """Exit codes: a phase does not fit; the arguments make no sense."""
 
-_GIB = 1 << 30
 _LORA_RANK = 16
 _KV_FRACTION = 0.5
-_UNITS = {"": _GIB, "GiB": _GIB, "GB": 10**9}
+_UNITS = {"": GIB, "GiB": GIB, "GB": 10**9}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -210,7 +210,7 @@ def _memory(text: str) -> int:
 
 
 def _gib(text: str, least: int = 0) -> int:
-    nbytes = round(_number(text) * _GIB)
+    nbytes = round(_number(text) * GIB)
     if nbytes < least:
         raise argparse.ArgumentTypeError(f"{text} is too small a size")
     return nbytes

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from wsync.memory.sizes import GIB
 from wsync.planner.phases import PhasePlan
-from wsync.planner.verdict import GIB
 
 
 def plot(plans: Sequence[PhasePlan], gpu_bytes: int, path: Path) -> None:

@@ -4,11 +4,11 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
-from wsync.memory.sizes import gib
+from wsync.memory.sizes import GIB, gib
 from wsync.planner.engine_side import engine_side, kv_bytes_per_token
 from wsync.planner.phases import GENERATING, PhasePlan, predict_host
 from wsync.planner.setting import Setting
-from wsync.planner.verdict import GIB, Verdict, judge_moves
+from wsync.planner.verdict import Verdict, judge_moves
 
 
 def table(setting: Setting, verdicts: Sequence[Verdict], out: TextIO) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from wsync.config import MIB
 from wsync.errors import ConfigError
-from wsync.memory.sizes import gib
+from wsync.memory.sizes import GIB, gib
 from wsync.planner.engine_side import engine_side
 from wsync.planner.phases import ACTOR, GENERATING, KV_CACHE, PhasePlan, predict, predict_moves
 from wsync.planner.setting import OFFLOADS, Setting, Trainer
@@ -17,8 +17,6 @@ _MOST_TP = 64
 _SMALL_BUCKET = 64 * MIB
 _SHORTEST = 512
 """Tokens of the shortest sequences that are worth proposing."""
-
-GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

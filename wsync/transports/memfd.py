@@ -4,11 +4,11 @@ import mmap
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import torch
 
 from wsync.errors import ProtocolError, TransportError
+from wsync.memory.host import available_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module has no name for it
 _PAGE_BYTES = mmap.PAGESIZE
@@ -21,7 +21,9 @@ def create_slots(slot_bytes: int, num_slots: int) -> tuple[int, Sequence[torch.T
     Raises `TransportError` if the memory cannot be had.
     """
     nbytes = _stride(slot_bytes) * num_slots
-    available = _available_bytes()
+    available = available_bytes()
+    if available is None:
+        raise TransportError("/proc/meminfo does not say how much memory is available")
     if nbytes > available:
         raise TransportError(
             f"{num_slots} slots of {slot_bytes} bytes need {nbytes} bytes of shared memory; {available} bytes are "
@@ -74,10 +76,3 @@ def _map(fd: int, slot_bytes: int, num_slots: int) -> Sequence[torch.Tensor]:
 
 def _stride(slot_bytes: int) -> int:
     return -(-slot_bytes // _PAGE_BYTES) * _PAGE_BYTES
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise TransportError("/proc/meminfo does not say how much memory is available")
