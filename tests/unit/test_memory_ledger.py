@@ -105,8 +105,8 @@ def test_the_most_of_each_phase_and_how_often_it_began(meter: Meter) -> None:
         meter.reset_peak()
         ledger.record(phase, "an event", {})
     assert ledger.peaks() == {
-        "rollout": PhasePeak(allocated=8 * GIB, reserved=9 * GIB, by_this_process=None, entered=2),
-        "train": PhasePeak(allocated=6 * GIB, reserved=7 * GIB, by_this_process=7 * GIB, entered=1),
+        "rollout": PhasePeak(allocated=8 * GIB, reserved=9 * GIB, device=9 * GIB, entered=2),
+        "train": PhasePeak(allocated=6 * GIB, reserved=7 * GIB, device=4 * GIB, by_this_process=7 * GIB, entered=1),
     }
 
 
@@ -162,15 +162,15 @@ def test_one_line_for_logs(meter: Meter) -> None:
 
 def test_the_table_has_a_row_for_each_phase(meter: Meter) -> None:
     ledger = Ledger(meter)
-    assert ledger.table() == "phase  entered  allocated  reserved  process"
+    assert ledger.table() == "phase  entered  allocated  reserved  device  process"
     meter.take(2, 3)
     ledger.record("actor update", "entered", {})
     meter.take(1, 1, 120)
     ledger.record("sync", "entered", {})
     assert ledger.table().splitlines() == [
-        "phase         entered  allocated  reserved    process",
-        "actor update        1    2.0 GiB   3.0 GiB    unknown",
-        "sync                1    1.0 GiB   1.0 GiB  120.0 GiB",
+        "phase         entered  allocated  reserved   device    process",
+        "actor update        1    2.0 GiB   3.0 GiB  3.0 GiB    unknown",
+        "sync                1    1.0 GiB   1.0 GiB  1.0 GiB  120.0 GiB",
     ]
 
 
@@ -186,9 +186,11 @@ def test_json_survives_a_file_and_names_its_units(meter: Meter, tmp_path: Path) 
     assert found["peaks"]["sync"] == {
         "allocated_bytes": 2 * GIB,
         "reserved_bytes": 3 * GIB,
+        "device_bytes": 8 * GIB,
         "by_this_process_bytes": 4 * GIB,
         "entered": 1,
     }
+    assert found["moves"] == []
     (row,) = found["entries"]
     assert row["residents_bytes"] == {"actor": 2 * GIB}
     assert (row["phase"], row["event"]) == ("sync", "entered")

@@ -149,6 +149,37 @@ def test_every_move_is_measured_by_tag() -> None:
     assert rig.phases.present == {"engine weights": WEIGHTS, "engine kv_cache": KV}
 
 
+def test_what_each_tag_of_an_engine_takes_is_told_once_it_has_come_back() -> None:
+    """And every step of every way is kept, with what it freed."""
+    rig = Rig()
+    assert rig.phases.sizes == {"engine weights": None, "engine kv_cache": None, "adam": ADAM, "actor": ACTOR}
+    assert "on the device: engine weights not measured yet, engine kv_cache not measured yet, adam 60 B" in (
+        rig.phases.explain()
+    )
+    for phase in ("train", "sync"):
+        rig.phases.enter(phase)
+    assert [rig.phases.sizes[name] for name in ENGINE] == [WEIGHTS, KV]  # all of it left, and one part came back
+    for phase in ("rollout", "train", "sync", "rollout"):
+        rig.phases.enter(phase)
+    assert "on the device: engine weights 15 B, engine kv_cache 50 B, adam 60 B, actor 30 B" in rig.phases.explain()
+    heads, *rows = (line.split() for line in rig.phases.ledger.moves_table().splitlines())
+    assert heads == ["step", "times", "seconds", "freed", "of", "tensors"]
+    cells = {" ".join(row[:-6]): (row[-6], " ".join(row[-4:-2])) for row in rows}
+    assert cells == {
+        "release engine weights": ("2", f"{WEIGHTS + KV} B"),
+        "release engine kv_cache": ("2", "0 B"),
+        "empty cache": ("6", "30 B"),  # after an engine 0, after the actor 30, after adam 60
+        "restore actor": ("2", f"{-ACTOR} B"),
+        "restore adam": ("2", f"{-ADAM} B"),
+        "release adam": ("2", "0 B"),
+        "restore engine weights": ("2", f"{-WEIGHTS} B"),
+        "release actor": ("2", "0 B"),
+        "restore engine kv_cache": ("2", f"{-KV} B"),
+    }
+    told = rig.phases.ledger.to_json()["moves"]
+    assert (told[0]["phase"], told[0]["step"], told[0]["freed_bytes"]) == ("train", "release engine weights", 65)
+
+
 def test_what_does_not_fit_is_refused_before_anything_moves() -> None:
     rig = Rig()
     rig.phases.enter("train")

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, cast
 
@@ -18,26 +17,12 @@ from wsync.group import Group
 from wsync.memory.admission import admit
 from wsync.memory.device import Device
 from wsync.memory.ledger import Ledger
+from wsync.memory.move import Move
 from wsync.memory.resident import Resident
+from wsync.memory.sizes import gib
 from wsync.memory.transition import Step, transition
 
 _NOTHING: Mapping[str, int] = {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """What one step did to this rank's device."""
-
-    phase: str
-    """The one that was being entered."""
-
-    step: Step
-    seconds: float
-    freed: int
-    """Bytes that the device has more of than before; negative if it has less."""
-
-    freed_tensors: int
-    """The same of this process's tensors."""
 
 
 class Phases:
@@ -47,7 +32,7 @@ class Phases:
         residents: of this rank, by name.
         phase: the one that was entered last; None before the first, and after a way that broke off: then `present`
             says what is there, and the next `enter` starts from that.
-        ledger: memory over time.
+        ledger: memory over time, and what every step of every way did.
         moves: what each step of the last way did.
     """
 
@@ -94,6 +79,15 @@ class Phases:
         """Residents of this rank that are on the device, with their bytes; 0 for what nobody has measured yet."""
         return {name: self._nbytes(name) for name, resident in self.residents.items() if resident.present}
 
+    @property
+    def sizes(self) -> Mapping[str, int | None]:
+        """Bytes that each resident of this rank takes of the device: what it knows, or what its moves have shown.
+
+        None for a tag of an engine that has not been measured yet: all tags leave together, and each one shows its
+        bytes when it comes back.
+        """
+        return {name: self._size(name) for name in self.residents}
+
     def enter(self, phase: str, more: Mapping[str, int] = _NOTHING) -> None:
         """*Collective.* Let `phase` have just what it needs. Does nothing if that is so already.
 
@@ -134,8 +128,10 @@ class Phases:
             self._go(phase, self._phases[phase], _NOTHING)
 
     def explain(self) -> str:
-        """Every way from one phase to another, step by step."""
-        text = [f"{phase}: {', '.join(wanted) or 'nothing'}" for phase, wanted in self._phases.items()]
+        """What each resident takes of this rank's device, and every way from one phase to another, step by step."""
+        taken = (f"{name} {'not measured yet' if size is None else gib(size)}" for name, size in self.sizes.items())
+        text = [f"on the device: {', '.join(taken) or 'nothing'}"]
+        text += [f"{phase}: {', '.join(wanted) or 'nothing'}" for phase, wanted in self._phases.items()]
         for before, after in permutations(self._phases, 2):
             held = self._phases[before]
             steps = self._steps(self._phases[after], held, [name for name in self.residents if name not in held])
@@ -156,11 +152,11 @@ class Phases:
                 self._mark(f"to {phase}", "began")
             self.phase, self.moves = None, []
             for step in leaving:
-                self.moves.append(self._take(phase, step))
+                self._take(phase, step)
             if leaving and (coming or more):
                 self._everywhere("make room", lambda: self._admit(phase, coming, [], more))
             for step in coming:
-                self.moves.append(self._take(phase, step))
+                self._take(phase, step)
             self.phase = phase
             self._mark(phase, "entered")
         finally:
@@ -220,11 +216,12 @@ class Phases:
             moved=[str(move.step) for move in self.moves] if self.phase is None else (),
         )
 
-    def _take(self, phase: str, step: Step) -> Move:
+    def _take(self, phase: str, step: Step) -> None:
         before = self._device.usage()
         self._everywhere(f"{step}: measured", lambda: None)
         began = time.monotonic()
         self._everywhere(str(step), lambda: self._act(step))
+        seconds = time.monotonic() - began
         after = self._device.usage()
         freed = after.free - before.free
         if step.resident and self._known(step.resident) is None:
@@ -233,13 +230,15 @@ class Phases:
                 self._measured[step.resident,] = -freed
             elif freed > 0:  # the first of those that leave together: the others find it done
                 self._measured[together] = freed
-        return Move(
+        move = Move(
             phase=phase,
             step=step,
-            seconds=time.monotonic() - began,
+            seconds=seconds,
             freed=freed,
             freed_tensors=before.allocated - after.allocated,
         )
+        self.moves.append(move)
+        self.ledger.record_move(move)
 
     def _act(self, step: Step) -> None:
         resident = self.residents.get(step.resident)
@@ -262,6 +261,9 @@ class Phases:
 
     def _nbytes(self, name: str) -> int:
         """Bytes of a resident on this device, known or measured; 0 if neither."""
+        return self._size(name) or 0
+
+    def _size(self, name: str) -> int | None:
         known = self._known(name)
         if known is not None:
             return known
@@ -271,7 +273,7 @@ class Phases:
             others = [self._measured.get((other,)) for other in some if other != name]
             if name in some and some in self._measured and None not in others:
                 return max(self._measured[some] - sum(filter(None, others)), 0)
-        return 0
+        return None
 
     def _everywhere(self, what: str, act: Callable[[], None]) -> None:
         self._group.local(what, act, Deadline.beyond(self._group.timeout_s))
