@@ -40,7 +40,7 @@ def test_without_an_engine_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_cases_whose_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "sglang" else None)
-    assert suite.choose(None) == ["sglang-ipc"]
+    assert suite.choose(None) == ["sglang-ipc", "sglang-memory"]
     with pytest.raises(ConfigError, match="need vllm: not installed"):
         suite.choose(["sglang-ipc", "vllm-dense"])
 

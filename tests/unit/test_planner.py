@@ -101,6 +101,8 @@ def test_optimizers_and_master_copies() -> None:
     assert "optimizer" not in in_training(setting(trainer="plain", optimizer="sgd"))
     assert in_training(setting(trainer="zero1", ranks=1, optimizer="sgd"))["optimizer"] == 4 * NUMEL
     assert in_training(setting(trainer="zero3", master=False))["optimizer"] == 4 * NUMEL
+    assert in_training(setting(trainer="plain", state_dtype=BF16))["optimizer"] == 4 * NUMEL
+    assert in_training(setting(trainer="plain", state_dtype=BF16, master=True))["optimizer"] == 8 * NUMEL
 
 
 def test_only_factors_train_under_lora() -> None:

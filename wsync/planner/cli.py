@@ -71,6 +71,7 @@ def _setting(options: argparse.Namespace) -> Setting:
         actor_dtype=DTYPES[options.actor_dtype],
         compute_dtype=DTYPES[options.compute_dtype],
         optimizer=options.optimizer,
+        state_dtype=DTYPES[options.state_dtype],
         master=options.master,
         reduce_bucket=options.reduce_bucket,
         engine_dtype=DTYPES[options.engine_dtype],
@@ -145,7 +146,8 @@ def _add_trainer(add: Callable[..., object]) -> None:
     )
     add("--actor-dtype", choices=DTYPES, default="fp32", help="default fp32")
     add("--compute-dtype", choices=DTYPES, default="bf16", help="of activations and gathered layers (default bf16)")
-    add("--optimizer", choices=get_args(Optimizer), default="adamw", help="states are fp32 (default adamw)")
+    add("--optimizer", choices=get_args(Optimizer), default="adamw", help="default adamw")
+    add("--state-dtype", choices=DTYPES, default="fp32", help="of its states (default fp32)")
     add("--master", action=argparse.BooleanOptionalAction, help="fp32 copy in the optimizer (default: zero1 to zero3)")
     add(
         "--reduce-bucket",

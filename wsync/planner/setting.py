@@ -60,7 +60,10 @@ class Setting:
     """Of activations, and of the layers that FSDP gathers."""
 
     optimizer: Optimizer = "adamw"
-    """States are float32: two for each trained parameter, or none for "sgd", which is without momentum."""
+    """Two states for each trained parameter, or none for "sgd", which is without momentum."""
+
+    state_dtype: torch.dtype = torch.float32
+    """Of these states. PyTorch's own optimizers make them in the dtype of the parameters."""
 
     master: bool | None = None
     """Whether the optimizer keeps a float32 copy of what it trains. None: DeepSpeed does, others do not."""
@@ -122,7 +125,7 @@ class Setting:
         _choice("optimizer", self.optimizer, get_args(Optimizer))
         _choice("transport", self.transport, get_args(Transport))
         _choice("sleep_level", self.sleep_level, (1, 2))
-        for name in ("actor_dtype", "compute_dtype", "engine_dtype"):
+        for name in ("actor_dtype", "compute_dtype", "state_dtype", "engine_dtype"):
             _choice(name, getattr(self, name), tuple(DTYPES.values()))
         for one in self.offload:
             _choice("offload", one, OFFLOADS)

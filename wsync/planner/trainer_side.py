@@ -52,7 +52,7 @@ def trainer_side(setting: Setting) -> TrainerSide:
     return TrainerSide(
         actor=actor,
         gradients=reduced * dtype_bytes,
-        optimizer=split * _FP32 * (_STATES[setting.optimizer] + setting.has_master),
+        optimizer=split * (_STATES[setting.optimizer] * setting.state_dtype.itemsize + _FP32 * setting.has_master),
         gathered=_gathered(weights, setting),
         reduce_bucket=setting.reduce_bucket * dtype_bytes if deepspeed else 0,
         gradients_stay=setting.trainer == "zero3",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.bench.gpu import engines, loops, models
+from wsync.bench.gpu import engines, loops, memory_case, models
 from wsync.bench.gpu.outcome import Limit, Outcome, cast, copies, in_turn
 from wsync.bench.samples import Way
 from wsync.config import MIB
@@ -205,12 +205,18 @@ CASES: Mapping[str, Case] = {
     ),
     "vllm-graphs": Case(about="CUDA graphs answer with new weights", run=captured, needs="vllm"),
     "vllm-sleep": Case(about="sleep level 2, wake, sync", run=asleep, needs="vllm"),
+    "vllm-memory": Case(
+        about="rollout, train, sync in turn on one GPU, dense 7B with AdamW", run=memory_case.vllm_memory, needs="vllm"
+    ),
     "vllm-200": Case(about="200 syncs hold nothing more", run=steady, needs="vllm"),
     "sglang-ipc": Case(
         about="another process to SGLang over CUDA IPC, dense 7B",
         run=lambda name: from_another_process(name, engines.start_sglang, 256, 2),
         needs="sglang",
         separate=True,
+    ),
+    "sglang-memory": Case(
+        about="the same phases, SGLang releases its tags", run=memory_case.sglang_memory, needs="sglang", separate=True
     ),
 }
 

@@ -15,7 +15,9 @@ def prompts() -> list[list[int]]:
     return torch.randint(5, 1000, (3, 9), generator=generator).tolist()
 
 
-def start_vllm(folder: Path, dtype: str, *, eager: bool = True, sleep: bool = False) -> Any:
+def start_vllm(
+    folder: Path, dtype: str, *, eager: bool = True, sleep: bool = False, cache_bytes: int = _CACHE_BYTES
+) -> Any:
     """`vllm.LLM`. Whether its core is in this process is up to `VLLM_ENABLE_V1_MULTIPROCESSING`."""
     from vllm import LLM
 
@@ -27,14 +29,14 @@ def start_vllm(folder: Path, dtype: str, *, eager: bool = True, sleep: bool = Fa
         enforce_eager=eager,
         enable_sleep_mode=sleep,
         attention_backend="TRITON_ATTN",
-        kv_cache_memory_bytes=_CACHE_BYTES,
+        kv_cache_memory_bytes=cache_bytes,
         max_model_len=512,
         max_num_seqs=8,
         worker_extension_cls="wsync.bench.gpu.loops.LoopExtension",
     )
 
 
-def start_sglang(folder: Path, dtype: str) -> Any:
+def start_sglang(folder: Path, dtype: str, *, sleep: bool = False) -> Any:
     """`sglang.Engine`, with the hook for updates that wsync documents for it."""
     from sglang import Engine
 
@@ -46,6 +48,7 @@ def start_sglang(folder: Path, dtype: str) -> Any:
         attention_backend="triton",
         sampling_backend="pytorch",
         disable_cuda_graph=True,
+        enable_memory_saver=sleep,
         mem_fraction_static=0.35,
         context_length=512,
         max_running_requests=8,

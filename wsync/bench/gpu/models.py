@@ -13,10 +13,10 @@ DENSE, MOE = "dense-7b", "moe"
 SHAPES = (DENSE, MOE)
 
 
-def config_of(shape: str, dtype: torch.dtype, *, small: bool = False) -> Any:
+def config_of(shape: str, dtype: torch.dtype, *, small: bool = False, layers: int | None = None) -> Any:
     """A transformers configuration: `DENSE` is Qwen2 with 339 tensors, `MOE` is Qwen3-MoE with 4,719 for an engine.
 
-    `small` keeps the kinds of layers and takes two of each.
+    `small` keeps the kinds of layers and takes two of each; `layers` takes another number of them.
     """
     from transformers import Qwen2Config, Qwen3MoeConfig
 
@@ -33,7 +33,7 @@ def config_of(shape: str, dtype: torch.dtype, *, small: bool = False) -> Any:
             vocab_size=2048 if small else 152064,
             hidden_size=256 if small else 3584,
             intermediate_size=512 if small else 18944,
-            num_hidden_layers=2 if small else 28,
+            num_hidden_layers=layers or (2 if small else 28),
             num_attention_heads=4 if small else 28,
             num_key_value_heads=2 if small else 4,
             **common,
@@ -45,7 +45,7 @@ def config_of(shape: str, dtype: torch.dtype, *, small: bool = False) -> Any:
             hidden_size=256 if small else 2048,
             moe_intermediate_size=128 if small else 768,
             intermediate_size=512 if small else 6144,
-            num_hidden_layers=2 if small else 12,
+            num_hidden_layers=layers or (2 if small else 12),
             num_attention_heads=4 if small else 32,
             num_key_value_heads=2 if small else 4,
             head_dim=64 if small else 128,
@@ -62,13 +62,13 @@ def make_folder(config: Any, folder: Path) -> Path:
     return folder
 
 
-def make_actor(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
-    """A model on the current CUDA device, weights by `randomize`."""
+def make_actor(config: Any, dtype: torch.dtype, seed: int, device: str = "cuda") -> nn.Module:
+    """A model on `device`, weights by `randomize`."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model = model.to_empty(device="cuda").eval()
+    model = model.to_empty(device=device).eval()
     _restore_buffers(model, config)
     randomize(model, seed)
     return model
@@ -81,7 +81,7 @@ def randomize(model: Any, seed: int) -> None:
     Engines compute with other kernels than transformers. With weights that leave the choice between tokens to the last
     bit, bf16 models would disagree on equal weights.
     """
-    generator = torch.Generator("cuda").manual_seed(seed)
+    generator = torch.Generator(model.device).manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             low, high = (-0.1, 0.1) if name.endswith("bias") else (0.8, 1.2)
@@ -91,7 +91,7 @@ def randomize(model: Any, seed: int) -> None:
             parameter.normal_(0, scale * parameter.shape[-1] ** -0.5, generator=generator)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     embedding.normal_(0, 1, generator=generator)
-    successor = torch.randperm(len(embedding), generator=generator, device="cuda")
+    successor = torch.randperm(len(embedding), generator=generator, device=model.device)
     head[successor] = embedding
 
 
@@ -112,7 +112,7 @@ def greedy(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[i
     """What transformers answers."""
     answers = []
     for prompt in prompts:
-        ids = torch.tensor([prompt], device="cuda")
+        ids = torch.tensor([prompt], device=model.device)
         made = model.generate(ids, max_new_tokens=new_tokens, do_sample=False, pad_token_id=0)
         answers.append([int(token) for token in made[0, len(prompt) :]])
     return answers
@@ -122,6 +122,6 @@ def _restore_buffers(model: Any, config: Any) -> None:
     """Rotary frequencies come from no weights: compute them again, as the model does when it is made."""
     for module in model.modules():
         if hasattr(module, "inv_freq"):
-            made = type(module)(config=config).to("cuda")
+            made = type(module)(config=config).to(module.inv_freq.device)
             module.inv_freq.data.copy_(made.inv_freq)
             module.original_inv_freq = module.inv_freq
