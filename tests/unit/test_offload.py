@@ -1,6 +1,8 @@
 """Models and optimizers that leave memory and come back: bits, objects, training, and every way in which that fails."""
 
+from collections.abc import Iterable
 from copy import deepcopy
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -237,8 +239,10 @@ def failing_copies(patch: pytest.MonkeyPatch, survive: int) -> None:
     """Copies break off after `survive` tensors."""
     healthy = HostCopies.run
 
-    def run(self: HostCopies, pairs: list[tuple[torch.Tensor, torch.Tensor]], deadline: Deadline, what: str) -> None:
-        healthy(self, pairs[:survive], deadline, what)
+    def run(
+        self: HostCopies, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], deadline: Deadline, what: str
+    ) -> None:
+        healthy(self, islice(pairs, survive), deadline, what)
         raise OSError("injected")
 
     patch.setattr(HostCopies, "run", run)

@@ -1,7 +1,7 @@
 """Copies between device memory and host memory, beside what the device is doing, waited for with a deadline."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -16,7 +16,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def run(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], deadline: Deadline, what: str) -> None:
+    def run(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], deadline: Deadline, what: str) -> None:
         """Copy each (destination, source), contiguous tensors of one size; CUDA's partners are pinned host memory.
 
         Work that was queued on the current stream before is finished first, work that is queued there afterwards
@@ -24,22 +24,24 @@ class HostCopies:
         the device that they use is not given to others before they end.
 
         Args:
+            pairs: taken one by one, so that making one goes on beside the copies before it.
             what: for the message of a `SyncTimeout`.
         """
-        by_device: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        for pair in pairs:
-            on_device = next((tensor for tensor in pair if tensor.device.type != "cpu"), pair[0])
-            by_device.setdefault(on_device.device, []).append(pair)
+        busy: dict[torch.device, torch.cuda.Stream] = {}
         queued: list[tuple[torch.cuda.Stream, torch.Tensor]] = []
         try:
-            done = []
-            for device, here in by_device.items():
-                if device.type == "cuda":
-                    done.append(self._queue(device, here, queued))
+            for destination, source in pairs:
+                on_device = destination if destination.device.type != "cpu" else source
+                if on_device.device.type == "cuda":
+                    stream = busy.get(on_device.device) or self._begin(on_device.device)
+                    busy[on_device.device] = stream
+                    queued.append((stream, on_device))
+                    with torch.cuda.stream(stream):
+                        destination.copy_(source, non_blocking=True)
                 else:
-                    for destination, source in here:
-                        deadline.remaining(what)
-                        destination.copy_(source)
+                    deadline.remaining(what)
+                    destination.copy_(source)
+            done = [(device, stream.record_event()) for device, stream in busy.items()]
             for device, event in done:
                 _wait(event, deadline, what)
                 torch.cuda.current_stream(device).wait_event(event)
@@ -48,23 +50,13 @@ class HostCopies:
                 tensor.record_stream(stream)
             raise
 
-    def _queue(
-        self,
-        device: torch.device,
-        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        queued: list[tuple[torch.cuda.Stream, torch.Tensor]],
-    ) -> tuple[torch.device, torch.cuda.Event]:
-        """Start copies of one device; enter what they use there in `queued`. The event that comes after them."""
+    def _begin(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of `device`, behind what is queued there: bytes that are still computed, memory in other use."""
         stream = self._streams.get(device)
         if stream is None:
             stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Before a copy out the bytes may still be computed; before a copy in the memory may still be in other use.
         stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for destination, source in pairs:
-                queued.append((stream, destination if destination.is_cuda else source))
-                destination.copy_(source, non_blocking=True)
-        return device, stream.record_event()
+        return stream
 
 
 def _wait(event: torch.cuda.Event, deadline: Deadline, what: str) -> None:

@@ -1,6 +1,6 @@
 """Offload and reload: the storages of tensors go to host memory and come back under the same tensor objects."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -133,10 +133,7 @@ class Offload:
         self.check_restore()
         away = self._away or []
         try:
-            for entry in away:
-                entry.storage.resize_(entry.host.numel())
-            pairs = [(bytes_of(entry.storage), entry.host) for entry in away]
-            self._copies.run(pairs, deadline, f"{self.name} to be copied to the device")
+            self._copies.run(_filled(away), deadline, f"{self.name} to be copied to the device")
         except BaseException as error:
             for entry in away:
                 entry.storage.resize_(0)
@@ -152,6 +149,13 @@ class Offload:
         found = list(inner_tensors(self._tensors()))
         on_device = [tensor for tensor in found if tensor.device.type not in ("cpu", "meta")]
         return on_device or [tensor for tensor in found if tensor.device.type == "cpu"]
+
+
+def _filled(away: Sequence[_Emptied]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each storage with memory again, and its bytes: the device takes its time to allocate, copies run meanwhile."""
+    for entry in away:
+        entry.storage.resize_(entry.host.numel())
+        yield bytes_of(entry.storage), entry.host
 
 
 def _pinned(storages: Sequence[torch.UntypedStorage]) -> bool:
