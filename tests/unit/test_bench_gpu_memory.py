@@ -26,6 +26,9 @@ class Device:
         self.asleep = False
         self.tensors = self.cached = self.peak = 0
 
+    def describe(self) -> str:
+        return self.name
+
     def usage(self) -> Usage:
         there = CONTEXT + (0 if self.asleep else ENGINE) + self.tensors + self.cached
         return Usage(

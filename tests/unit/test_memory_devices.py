@@ -172,6 +172,21 @@ def test_a_cuda_device_is_asked_by_its_index(
     assert cuda == [("reset", index), ("empty", None)]
 
 
+@pytest.mark.parametrize(
+    ("snapshot", "word"),
+    [
+        ({"allocator_settings": {"expandable_segments": True}}, "on"),
+        ({"allocator_settings": {"expandable_segments": False}}, "off"),
+        ({"segments": []}, "unknown"),
+    ],
+)
+def test_a_cuda_device_says_whether_segments_expand(
+    cuda: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch, snapshot: dict[str, Any], word: str
+) -> None:
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda index: snapshot)
+    assert CudaDevice(0).describe() == f"cuda:0 (NVIDIA H0, GPU-3f2a91c0), expandable segments {word}"
+
+
 def test_a_cuda_device_asks_the_driver(cuda: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = [Gpu("GPU-other", GIB), Gpu(f"MIG-{UUID}", 40 * GIB, [(os.getpid(), 7 * GIB)])]
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(gpus))
@@ -185,6 +200,21 @@ def test_a_cuda_device_asks_the_driver(cuda: list[tuple[str, Any]], monkeypatch:
 def test_a_device_that_is_not_there(cuda: list[tuple[str, Any]], device: torch.device | int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         CudaDevice(device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_live_setting_of_expandable_segments() -> None:
+    switch: Any = torch.cuda.memory._set_allocator_settings
+    device = CudaDevice()
+    before = device.describe()
+    other = "off" if before.endswith("on") else "on"
+    switch(f"expandable_segments:{other == 'on'}")
+    try:
+        assert device.describe() == f"{device.name}, expandable segments {other}"
+    finally:
+        switch(f"expandable_segments:{other == 'off'}")
+    assert device.describe() == before
 
 
 @pytest.mark.gpu

@@ -52,6 +52,9 @@ class Meter:
             by_others=None if others is None else others * GIB,
         )
 
+    def describe(self) -> str:
+        return self.name
+
     def usage(self) -> Usage:
         return self.now
 

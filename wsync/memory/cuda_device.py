@@ -33,6 +33,11 @@ class CudaDevice:
         kind = "GPU" if self._nvml is None else self._nvml.kind
         self.name = f"cuda:{self._index} ({properties.name}, {kind}-{uuid[:8]})"
 
+    def describe(self) -> str:
+        """See `Device`. Says whether expandable segments are on, however that was set."""
+        words = {True: "on", False: "off", None: "unknown"}
+        return f"{self.name}, expandable segments {words[expandable_segments(self._index)]}"
+
     def usage(self) -> Usage:
         """See `Device`."""
         free, total = torch.cuda.mem_get_info(self._index)
@@ -58,6 +63,19 @@ class CudaDevice:
     def empty_cache(self) -> None:
         """See `Device`. torch does this for all devices of the process at once."""
         torch.cuda.empty_cache()
+
+
+def expandable_segments(index: int) -> bool | None:
+    """Whether PyTorch's allocator makes expandable segments on device `index` at this moment.
+
+    As the allocator itself tells, so that both environment variables and what was set later count. None where it does
+    not: it has no public call for that.
+    """
+    try:
+        settings = torch.cuda.memory._snapshot(index)["allocator_settings"]
+        return bool(settings["expandable_segments"])
+    except (AttributeError, KeyError, TypeError, RuntimeError):
+        return None
 
 
 def _index_of(device: torch.device | int | None) -> int:

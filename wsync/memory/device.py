@@ -45,6 +45,10 @@ class Device(Protocol):
     name: str
     """What people call it: "cuda:0 (NVIDIA H200, GPU-3f2a...)"."""
 
+    def describe(self) -> str:
+        """`name`, and what is set for its allocator that matters to others."""
+        ...
+
     def usage(self) -> Usage:
         """Measure now. Waits for nothing that runs on the device."""
         ...

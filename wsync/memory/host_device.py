@@ -18,6 +18,10 @@ class HostDevice:
 
     name = "host memory"
 
+    def describe(self) -> str:
+        """See `Device`."""
+        return self.name
+
     def usage(self) -> Usage:
         """See `Device`."""
         machine = host.proc_sizes("meminfo")

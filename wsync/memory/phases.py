@@ -130,7 +130,7 @@ class Phases:
     def explain(self) -> str:
         """What each resident takes of this rank's device, and every way from one phase to another, step by step."""
         taken = (f"{name} {'not measured yet' if size is None else gib(size)}" for name, size in self.sizes.items())
-        text = [f"on the device: {', '.join(taken) or 'nothing'}"]
+        text = [f"device: {self._device.describe()}", f"on the device: {', '.join(taken) or 'nothing'}"]
         text += [f"{phase}: {', '.join(wanted) or 'nothing'}" for phase, wanted in self._phases.items()]
         for before, after in permutations(self._phases, 2):
             held = self._phases[before]

@@ -53,6 +53,10 @@ class FakeDevice:
         """Bytes that nobody has."""
         return self.total - self.others - self._reserved - sum(self.engines.values())
 
+    def describe(self) -> str:
+        """See `Device`."""
+        return self.name
+
     def usage(self) -> Usage:
         """See `Device`."""
         allocated = sum(self.tensors.values())
