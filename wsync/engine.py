@@ -18,12 +18,12 @@ from wsync import wire
 from wsync.background import Background
 from wsync.config import PauseMode
 from wsync.deadline import Deadline
-from wsync.errors import EngineStateError, PeerError, ProtocolError, SyncTimeout, WsyncError
+from wsync.errors import EngineStateError, SyncTimeout, UnsupportedError, WsyncError
 from wsync.plan import Plan, TensorSpec, from_bytes
 from wsync.protocols import Loaded, Manifest, Ticket
+from wsync.replies import open_reply
+from wsync.sleep import leaving_tags, waking_tags
 from wsync.topology import Endpoint
-
-SLEEP_TAGS = ("weights", "kv_cache")
 
 _PATIENCE_S = 120.0
 """Longest wait, in seconds, of calls that come without a deadline, before any came with one."""
@@ -92,6 +92,14 @@ class WorkerEngine(ABC):
     @abstractmethod
     def on_wake_up(self, tags: Sequence[str], deadline: Deadline) -> None:
         """Take memory back for `tags`, all of which are asleep."""
+
+    def check_release_cache(self) -> None:
+        """Raise why this engine has no `on_release_cache`, which is the default."""
+        raise UnsupportedError(f"{self.name} cannot release its KV cache and keep its weights")
+
+    def on_release_cache(self, deadline: Deadline) -> None:
+        """Release the memory of the KV cache alone. Raises as `on_sleep`."""
+        self.check_release_cache()
 
     # The Engine protocol.
 
@@ -248,21 +256,33 @@ class WorkerEngine(ABC):
         """Tags of which the device memory is away."""
         return frozenset(self._asleep)
 
-    def sleep(self, level: int = 2) -> None:
-        """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them."""
-        if level not in (1, 2):
-            raise EngineStateError(f"sleep level {level} does not exist; 1 keeps the weights, 2 drops them")
+    def check_sleep(self, tags: Sequence[str] | None = None) -> None:
+        """Raise what `sleep` would refuse those tags with, before anything changes."""
         if self._attempt is not None or (self._update is not None and not self._update.done):
             raise EngineStateError(f"{self.name} is taking new weights and cannot sleep now")
-        if self._asleep == set(SLEEP_TAGS):
+        if "weights" not in leaving_tags(self.name, tags, self._asleep):
+            self.check_release_cache()
+
+    def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> None:
+        """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them.
+
+        With `tags=["kv_cache"]` the weights stay where they are, whatever the level.
+        """
+        if level not in (1, 2):
+            raise EngineStateError(f"sleep level {level} does not exist; 1 keeps the weights, 2 drops them")
+        self.check_sleep(tags)
+        leaving = leaving_tags(self.name, tags, self._asleep)
+        if leaving <= self._asleep:
             return
-        if self._asleep:
-            raise EngineStateError(f"{self.name} is half awake; wake_up {sorted(self._asleep)} before the next sleep")
         self.last_version()  # a worker without weights may be unable to tell
-        before, self._asleep, self._void = self._void, set(SLEEP_TAGS), self._void or level == 2
+        before, self._asleep = self._void, leaving
+        self._void = before or (level == 2 and "weights" in leaving)
         self.guard(self._reason_not_to_serve())  # before the memory goes
         try:
-            self.on_sleep(level, self._patience())
+            if "weights" in leaving:
+                self.on_sleep(level, self._patience())
+            else:
+                self.on_release_cache(self._patience())
         except SyncTimeout:
             raise  # it may fall asleep yet: it counts as asleep
         except BaseException:
@@ -272,12 +292,7 @@ class WorkerEngine(ABC):
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back by tag, `weights` before `kv_cache`. After level 2 only a full sync makes it serve."""
-        wanted = set(tags) if tags is not None else set(self._asleep)
-        if unknown := wanted - set(SLEEP_TAGS):
-            raise EngineStateError(f"unknown sleep tags {sorted(unknown)}; choose from {', '.join(SLEEP_TAGS)}")
-        if "kv_cache" in wanted and "weights" in self._asleep - wanted:
-            raise EngineStateError(f"{self.name}: wake 'weights' before 'kv_cache'")
-        waking = [tag for tag in SLEEP_TAGS if tag in wanted & self._asleep]
+        waking = waking_tags(self.name, tags, self._asleep)
         if not waking:
             return
         self.on_wake_up(waking, self._patience())
@@ -376,19 +391,8 @@ class WorkerEngine(ABC):
     ) -> Sequence[Mapping[str, Any]]:
         """Call every worker and open the replies. Raises `PeerError` with the first worker's traceback."""
         timeout_s = deadline.remaining(f"{self.name} to answer {method!r}") if deadline is not None else None
-        answers = []
-        for rank, data in enumerate(self.call(method, wire.pack(dict(message)), timeout_s)):
-            reply = wire.unpack(data)
-            if not isinstance(reply, dict):
-                raise ProtocolError(f"worker {rank} of {self.name} answered {method!r} with {type(reply).__name__}")
-            if "error" in reply:
-                error = cast("Mapping[str, str]", reply["error"])
-                raise PeerError(
-                    f"worker {rank} of {self.name} failed in {method!r}: {error['type']}: {error['message']}",
-                    error["traceback"],
-                )
-            answers.append(cast("Mapping[str, Any]", reply["ok"]))
-        return answers
+        replies = self.call(method, wire.pack(dict(message)), timeout_s)
+        return [open_reply(data, self.name, rank, method) for rank, data in enumerate(replies)]
 
 
 def _first_line(words: object) -> str:

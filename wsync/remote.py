@@ -163,9 +163,13 @@ class RemoteEngine:
         """See `wsync.Engine`. What is away in any part."""
         return {tag for part in cast("Sequence[Sequence[str]]", self._all("asleep")) for tag in part}
 
-    def sleep(self, level: int = 2) -> None:
+    def check_sleep(self, tags: Sequence[str] | None = None) -> None:
         """See `wsync.Engine`."""
-        self._all("sleep", level=level)
+        self._all("check_sleep", tags=None if tags is None else list(tags))
+
+    def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> None:
+        """See `wsync.Engine`."""
+        self._all("sleep", level=level, tags=None if tags is None else list(tags))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """See `wsync.Engine`."""

@@ -309,8 +309,12 @@ class _Server:
     def _asleep(self, client: _Client, args: Mapping[str, Any], deadline: Deadline) -> object:
         return sorted(self._engine.asleep)
 
+    def _check_sleep(self, client: _Client, args: Mapping[str, Any], deadline: Deadline) -> object:
+        self._engine.check_sleep(args["tags"])
+        return None
+
     def _sleep(self, client: _Client, args: Mapping[str, Any], deadline: Deadline) -> object:
-        self._engine.sleep(args["level"])
+        self._engine.sleep(args["level"], args["tags"])
         return None
 
     def _wake_up(self, client: _Client, args: Mapping[str, Any], deadline: Deadline) -> object:
@@ -326,10 +330,10 @@ _OPS: Mapping[str, Callable[[_Server, _Client, Mapping[str, Any], Deadline], obj
     name: getattr(_Server, f"_{name}")
     for name in (
         *("hello", "attachment", "endpoints", "version", "last_version", "describe", "attach", "shut", "pause"),
-        *("begin", "join", "finish", "abort", "resume", "asleep", "sleep", "wake_up", "close"),
+        *("begin", "join", "finish", "abort", "resume", "asleep", "check_sleep", "sleep", "wake_up", "close"),
     )
 }
-_FREE = frozenset({"hello", "attachment", "shut", "pause", "join", "resume", "asleep"})
+_FREE = frozenset({"hello", "attachment", "shut", "pause", "join", "resume", "asleep", "check_sleep"})
 """Calls that do not touch a worker by themselves, or look after the gate."""
 
 

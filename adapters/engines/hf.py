@@ -161,11 +161,11 @@ class HFEngine(WorkerEngine):
             self._require_idle(f"take version {version}")
             super().begin(version, attempt, deadline, digest=digest)
 
-    def sleep(self, level: int = 2) -> None:
+    def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> None:
         """As `WorkerEngine.sleep`. Raises `EngineStateError` while a generation runs: pause first."""
         with self._idle:
             self._require_idle("sleep")
-            super().sleep(level)
+            super().sleep(level, tags)
 
     def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
         """Ask the only worker."""
@@ -205,6 +205,12 @@ class HFEngine(WorkerEngine):
     def on_sleep(self, level: int, deadline: Deadline) -> None:
         """Free parameters and buffers."""
         self._link.sleep(level, deadline.remaining(f"{self.name} to sleep"))
+
+    def check_release_cache(self) -> None:
+        """It can: each generation makes its own cache and drops it, so that none is left when none runs."""
+
+    def on_release_cache(self, deadline: Deadline) -> None:
+        """Nothing is left to release."""
 
     def on_wake_up(self, tags: Sequence[str], deadline: Deadline) -> None:
         """Allocate parameters and buffers; there is no cache to bring back."""

@@ -163,18 +163,24 @@ class SGLangEngine(WorkerEngine):
 
     def on_sleep(self, level: int, deadline: Deadline) -> None:
         """`release_memory_occupation`. Raises `EngineStateError` if requests are unfinished, `ConfigError` without."""
+        self.check_release_cache()
         arguments = self._calls.engine.server_args
-        if arguments.device != "cpu" and not arguments.enable_memory_saver:
-            raise ConfigError(f"{self.name} cannot release memory; pass enable_memory_saver=True to sglang.Engine")
         if arguments.device != "cpu" and level == 1 and not arguments.enable_weights_cpu_backup:
             raise ConfigError(
                 f"{self.name} keeps no weights while it sleeps; pass enable_weights_cpu_backup=True to sglang.Engine, "
                 f"or sleep at level 2"
             )
-        if unfinished := self._calls.in_flight():
-            raise EngineStateError(f"{self.name} has {len(unfinished)} unfinished request(s) and cannot sleep now")
-        self._calls.flush(deadline)  # it also shows that the scheduler is through: asleep too early, it ends itself
-        self._calls.release(("weights", "kv_cache"), deadline)
+        self._release(("weights", "kv_cache"), deadline)
+
+    def check_release_cache(self) -> None:
+        """Raises `ConfigError` without the memory saver."""
+        arguments = self._calls.engine.server_args
+        if arguments.device != "cpu" and not arguments.enable_memory_saver:
+            raise ConfigError(f"{self.name} cannot release memory; pass enable_memory_saver=True to sglang.Engine")
+
+    def on_release_cache(self, deadline: Deadline) -> None:
+        """`release_memory_occupation` of that tag alone. Raises `EngineStateError` if requests are unfinished."""
+        self._release(("kv_cache",), deadline)
 
     def on_wake_up(self, tags: Sequence[str], deadline: Deadline) -> None:
         """`resume_memory_occupation`."""
@@ -195,6 +201,12 @@ class SGLangEngine(WorkerEngine):
             super().close(address)
 
     # Shared by the above.
+
+    def _release(self, tags: Sequence[str], deadline: Deadline) -> None:
+        if unfinished := self._calls.in_flight():
+            raise EngineStateError(f"{self.name} has {len(unfinished)} unfinished request(s) and cannot sleep now")
+        self._calls.flush(deadline)  # it also shows that the scheduler is through: asleep too early, it ends itself
+        self._calls.release(tags, deadline)
 
     def _ring_at(self, address: str, name: str) -> Background[None]:
         """Call every worker to `address`. Raises `EngineStateError` while an earlier call is unanswered."""

@@ -146,6 +146,14 @@ class VLLMEngine(VLLMControl):
             if not running:
                 llm.reset_mm_cache()
 
+    def _release_cache(self, llm: Any) -> None:
+        llm.sleep(level=0)
+        try:
+            llm.release_kv_cache_memory()
+        except BaseException:
+            llm.wake_up(["scheduling"])
+            raise
+
     def _reason_not_to_serve(self) -> str | None:
         reason = super()._reason_not_to_serve()
         return reason if reason is not None or self._call is None or self._call.done else self._unanswered(self._call)

@@ -109,6 +109,15 @@ class AsyncVLLMEngine(VLLMControl):
         if llm.model_config.is_multimodal_model:
             await llm.reset_encoder_cache()
 
+    async def _release_cache(self, llm: Any) -> None:
+        await llm.sleep(level=0)
+        try:
+            await llm.release_kv_cache_memory()
+        except BaseException:
+            if not self._held:
+                await llm.wake_up(["scheduling"])
+            raise
+
     def _start(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Call:
         return _LoopCall(name, work, self._loop(self._llm()))
 

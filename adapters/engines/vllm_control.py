@@ -108,6 +108,10 @@ class VLLMControl(WorkerEngine):
     def _reset_caches(self, llm: Any) -> Any:
         """Work for `_run`: forget every cached prefix and encoder output. Raises `EngineStateError` if any was kept."""
 
+    @abstractmethod
+    def _release_cache(self, llm: Any) -> Any:
+        """Work for `_run`: stop the scheduler, as vLLM wants it, and release the cache; after an error neither."""
+
     # What WorkerEngine asks for.
 
     def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
@@ -161,13 +165,26 @@ class VLLMControl(WorkerEngine):
     def on_sleep(self, level: int, deadline: Deadline) -> None:
         """vLLM's `sleep`. Raises `EngineStateError` if requests are unfinished, `ConfigError` without sleep mode."""
         llm = self._llm()
-        front = self._front(llm)
-        config = front.vllm_config
-        if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
-            raise ConfigError(f"{self.name} was made without sleep mode; pass enable_sleep_mode=True to make it")
-        if unfinished := len(front.output_processor.request_states):
-            raise EngineStateError(f"{self.name} has {unfinished} unfinished request(s) and cannot sleep now")
+        self._check_sleep_mode()
+        self._require_idle()
         self._run("sleep", lambda: llm.sleep(level=level), deadline)
+
+    def check_release_cache(self) -> None:
+        """Raises `UnsupportedError` on a CPU and before vLLM 0.32.0, `ConfigError` without sleep mode."""
+        llm = self._llm()
+        on_cpu = self._front(llm).vllm_config.device_config.device_type == "cpu"
+        if on_cpu or not hasattr(llm, "release_kv_cache_memory"):
+            raise UnsupportedError(
+                f"{self.name}{' on a CPU' if on_cpu else ''} cannot release its KV cache and keep its weights; "
+                f"vLLM 0.32.0 can, on a GPU"
+            )
+        self._check_sleep_mode()
+
+    def on_release_cache(self, deadline: Deadline) -> None:
+        """vLLM's `release_kv_cache_memory`. Raises `EngineStateError` if requests are unfinished."""
+        self.check_release_cache()
+        self._require_idle()
+        self._run("release its KV cache", lambda: self._release_cache(self._llm()), deadline)
 
     def on_wake_up(self, tags: Sequence[str], deadline: Deadline) -> None:
         """vLLM's `wake_up`, with every tag named: without, vLLM 0.26 maps again what is awake."""
@@ -175,6 +192,15 @@ class VLLMControl(WorkerEngine):
         self._run("wake up", lambda: llm.wake_up(list(tags)), deadline)
 
     # Shared by the above.
+
+    def _check_sleep_mode(self) -> None:
+        config = self._front(self._llm()).vllm_config
+        if config.device_config.device_type != "cpu" and not config.model_config.enable_sleep_mode:
+            raise ConfigError(f"{self.name} was made without sleep mode; pass enable_sleep_mode=True to make it")
+
+    def _require_idle(self) -> None:
+        if unfinished := len(self._front(self._llm()).output_processor.request_states):
+            raise EngineStateError(f"{self.name} has {unfinished} unfinished request(s) and cannot sleep now")
 
     def _llm(self) -> Any:
         llm = self._llm_ref()

@@ -255,6 +255,17 @@ def asleep(setup: Setup) -> Facts:
     return {**facts, "tokens": setup.tokens()}
 
 
+def separate(setup: Setup) -> Facts:
+    """Under a manager, as an engine with devices of its own: only its cache leaves for a sync."""
+    actor = setup.actor("b")
+    memory = wsync.MemoryManager(engine=setup.engine, models={"actor": actor}, colocated=False)
+    memory.enter("sync")
+    facts: Facts = {"asleep": caught(setup.tokens)}
+    wsync.sync(actor, setup.engine, config=SETTINGS, memory=memory)
+    memory.close()
+    return {**facts, "steps": [str(move.step) for move in memory.ledger.moves()], "tokens": setup.tokens()}
+
+
 def kit(setup: Setup) -> Facts:
     """Name -> "ok", or the traceback, of every check of the engine kit."""
 

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.slow]
 Facts = dict[str, Any]
 Tokens = dict[str, list[list[int]]]
 
-EVERYTHING = "untested,update,bits,in_flight,impatient,frozen,on_a_loop,refused,torn,asleep,kit,stalled,killed"
+EVERYTHING = "untested,update,bits,in_flight,impatient,frozen,on_a_loop,refused,torn,asleep,separate,kit,stalled,killed"
 OWN = "update,in_flight,refused,torn,read"
 
 
@@ -130,6 +130,14 @@ class TestPlugin:
     def test_weights_that_the_user_put_to_sleep(self, plugin: Facts, expected: Tokens) -> None:
         assert "release_memory_occupation" in plugin["asleep"]["sync"][1]
         assert plugin["asleep"]["tokens"] == expected["llama_c"]
+
+    def test_the_cache_leaves_alone_for_a_sync(self, plugin: Facts, expected: Tokens) -> None:
+        assert plugin["separate"]["asleep"][0] == "EngineStateError"
+        assert plugin["separate"]["steps"] == [
+            *("release engine generation", "release engine kv_cache", "empty cache"),
+            *("restore engine kv_cache", "restore engine generation"),
+        ]
+        assert plugin["separate"]["tokens"] == expected["llama_b"]
 
     def test_a_pause_that_gives_up_leaves_no_trace(self, plugin: Facts) -> None:
         facts = plugin["impatient"]

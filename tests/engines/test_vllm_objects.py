@@ -16,7 +16,7 @@ from wsync.adapters.engines import vllm_reload, vllm_worker
 from wsync.adapters.engines.vllm import VLLMEngine
 from wsync.adapters.engines.vllm_worker import EXTENSION, VLLMLoader
 from wsync.deadline import Deadline
-from wsync.errors import EngineStateError, SyncTimeout, UnsupportedError
+from wsync.errors import ConfigError, EngineStateError, PeerError, SyncTimeout, UnsupportedError
 from wsync.plan import TensorSpec
 from wsync.registry import find_engine
 
@@ -89,6 +89,55 @@ class Core:
 def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     return type("LLM", (Core,), {"__module__": "vllm.entrypoints.llm"})()
+
+
+def on_gpu(llm: Any, calls: list[object], *, fails: bool = False) -> Any:
+    """It says it is on a GPU, and can release its cache; what it is called with is noted."""
+    llm.vllm_config.device_config.device_type = "cuda"
+    llm.sleep = lambda level: calls.append(f"sleep {level}")
+    llm.wake_up = lambda tags: calls.append(f"wake {tags}")
+
+    def release() -> None:
+        calls.append("release")
+        if fails:
+            raise RuntimeError("requires a completed pause first")
+
+    llm.release_kv_cache_memory = release
+    return llm
+
+
+def test_the_cache_is_released_while_the_scheduler_is_stopped(llm: Any) -> None:
+    calls: list[object] = []
+    engine = VLLMEngine(on_gpu(llm, calls))
+    engine.on_release_cache(Deadline.after(20))
+    assert calls == ["sleep 0", "release"]
+
+
+def test_a_cache_that_is_not_released_leaves_the_scheduler_running(llm: Any) -> None:
+    calls: list[object] = []
+    engine = VLLMEngine(on_gpu(llm, calls, fails=True))
+    with pytest.raises(PeerError, match="failed to release its KV cache: RuntimeError: requires a completed pause"):
+        engine.on_release_cache(Deadline.after(20))
+    assert calls == ["sleep 0", "release", "wake ['scheduling']"]
+
+
+def test_where_vllm_cannot_release_the_cache_alone(llm: Any) -> None:
+    engine = VLLMEngine(llm)
+    with pytest.raises(
+        UnsupportedError, match=r"vLLM 0\.32\.0 on a CPU cannot release its KV cache and keep its weights"
+    ):
+        engine.sleep(tags=["kv_cache"])
+    calls: list[object] = []
+    on_gpu(llm, calls).output_processor.request_states["7"] = object()
+    with pytest.raises(EngineStateError, match="1 unfinished request"):
+        engine.on_release_cache(Deadline.after(20))
+    llm.vllm_config.model_config.enable_sleep_mode = False
+    with pytest.raises(ConfigError, match="enable_sleep_mode=True"):
+        engine.check_sleep(["kv_cache"])
+    del llm.release_kv_cache_memory
+    with pytest.raises(UnsupportedError, match=r"vLLM 0\.32\.0 can, on a GPU"):
+        engine.check_sleep(["kv_cache"])
+    assert calls == []
 
 
 def freeze(engine: VLLMEngine, llm: Core) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.fake_engine import FakeEngine, fail_update, soon
 from wsync.deadline import Deadline
-from wsync.errors import EngineStateError, SyncTimeout
+from wsync.errors import EngineStateError, SyncTimeout, UnsupportedError
 
 
 @pytest.fixture
@@ -117,6 +117,58 @@ def test_every_hook_has_a_deadline_that_of_the_last_sync_where_the_call_has_none
     engine.wake_up()
     assert (engine.waits["reset"], engine.waits["resume"]) == (3, 7)
     assert (engine.waits["sleep 2"], engine.waits["wake weights+kv_cache"]) == (7, 7)
+
+
+# The KV cache alone: the weights stay, and are synced meanwhile.
+
+
+class CacheEngine(FakeEngine):
+    """One that can."""
+
+    def check_release_cache(self) -> None:
+        pass
+
+    def on_release_cache(self, deadline: Deadline) -> None:
+        assert self.reason is not None, "memory goes away under an engine that still serves"
+        self._hook("release cache", deadline)
+
+
+def test_the_cache_sleeps_alone_through_a_sync() -> None:
+    engine = CacheEngine()
+    engine.pause("wait", soon())
+    engine.sleep(tags=["kv_cache"])
+    assert engine.asleep == {"kv_cache"}
+    engine.sync(1)
+    engine.resume()
+    assert "asleep (kv_cache)" in str(engine.reason)
+    engine.wake_up(["kv_cache"])
+    assert engine.hooks == ["pause wait", "release cache", "reset", "wake kv_cache", "resume"]
+    assert engine.reason is None
+    assert engine.version() == 1
+
+
+def test_without_a_sync_the_old_weights_serve_again() -> None:
+    engine = CacheEngine()
+    engine.sleep(2, ["kv_cache"])
+    engine.sleep(2, ["kv_cache"])
+    with pytest.raises(EngineStateError, match="half awake"):
+        engine.sleep(1)
+    engine.wake_up()
+    assert engine.hooks == ["release cache", "wake kv_cache"]
+    assert engine.reason is None, "level 2 is about weights, which stayed"
+
+
+def test_what_cannot_sleep_alone_is_refused_before_anything_changes(engine: FakeEngine) -> None:
+    for call in (engine.check_sleep, lambda tags: engine.sleep(2, tags)):
+        with pytest.raises(UnsupportedError, match="fake cannot release its KV cache and keep its weights"):
+            call(["kv_cache"])
+        with pytest.raises(EngineStateError, match="a KV cache without weights serves nothing"):
+            call(["weights"])
+        with pytest.raises(EngineStateError, match="unknown sleep tags"):
+            call(["cuda_graph"])
+    assert engine.hooks == []
+    assert engine.asleep == set()
+    assert engine.reason is None
 
 
 # Void: slept at level 2.

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.unit.planner_settings import GIB, LAYER, NUMEL, TINY, setting
-from wsync.engine import SLEEP_TAGS
 from wsync.errors import ConfigError
 from wsync.planner import PhasePlan, Setting, judge, named, predict, predict_host, predict_moves
 from wsync.planner.engine_side import kv_bytes_per_token
 from wsync.planner.hf_config import model_of
 from wsync.planner.phases import ENGINE_WEIGHTS, KV_CACHE
+from wsync.sleep import SLEEP_TAGS
 
 BF16 = torch.bfloat16
 MODEL_7B = 7_615_616_512

@@ -1,28 +1,29 @@
-"""The device memory of an engine, by tag: it leaves all at once, and comes back tag by tag."""
+"""The device memory of an engine, by tag: all of it leaves at once, or the KV cache alone; it comes back tag by tag."""
 
 from collections.abc import Sequence
 
 from wsync.deadline import Deadline
-from wsync.engine import SLEEP_TAGS
 from wsync.errors import MemoryStateError
 from wsync.protocols import Engine
+from wsync.sleep import SLEEP_TAGS
 
 
 class EngineTag:
     """One tag of one engine. Meets `wsync.memory.Resident`.
 
-    Releasing one puts the whole engine to sleep, and all of its tags are away then.
+    Releasing one puts the whole engine to sleep, and all of its tags are away then, unless it leaves alone.
     """
 
-    def __init__(self, engine: Engine, prefix: str, tag: str, level: int) -> None:
+    def __init__(self, engine: Engine, prefix: str, tag: str, level: int, *, alone: bool = False) -> None:
         """Args:
         engine: whose.
         prefix: of the name.
         tag: one of `SLEEP_TAGS`.
         level: of sleep: 1 keeps the weights in host memory, 2 drops them.
+        alone: whether the other tag stays when this one leaves; it is the KV cache then.
         """
         self.name = f"{prefix} {tag}"
-        self._engine, self._tag, self._level = engine, tag, level
+        self._engine, self._tag, self._level, self._alone = engine, tag, level, alone
 
     @property
     def present(self) -> bool:
@@ -39,7 +40,13 @@ class EngineTag:
         return 0
 
     def check_release(self) -> None:
-        """Raises `MemoryStateError` if a part of the engine is away: it cannot fall asleep then."""
+        """Raises `MemoryStateError` if a part of the engine is away: it cannot fall asleep then.
+
+        Alone also what `Engine.check_sleep` raises, `UnsupportedError` for an engine that has no such sleep.
+        """
+        if self._alone:
+            self._engine.check_sleep([self._tag])
+            return
         asleep = self._engine.asleep
         if asleep and self._tag not in asleep:
             raise MemoryStateError(
@@ -55,7 +62,10 @@ class EngineTag:
         if not self.present:
             raise MemoryStateError(f"{self.name} is away already")
         self.check_release()
-        self._engine.sleep(self._level)
+        if self._alone:
+            self._engine.sleep(self._level, [self._tag])
+        else:
+            self._engine.sleep(self._level)
 
     def restore(self, deadline: Deadline) -> None:
         """See `Resident`."""

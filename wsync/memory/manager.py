@@ -7,6 +7,8 @@ while training:
     memory.enter("train")
     ...
     wsync.sync(actor, llm, memory=memory)       # enters "sync" first, and "rollout" afterwards
+
+An engine with devices of its own is passed with `colocated=False`: then it only gives up its KV cache for a sync.
 """
 
 import weakref
@@ -14,13 +16,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wsync import registry
+from wsync.config import PauseMode
 from wsync.errors import ConfigError, MemoryStateError, first_five
 from wsync.memory.device import Device
-from wsync.memory.engine_tag import engine_tags
+from wsync.memory.engine_tag import EngineTag, engine_tags
+from wsync.memory.generation import Generation
 from wsync.memory.host_pool import HostPool
 from wsync.memory.phases import Phases
 from wsync.memory.resident import Resident
 from wsync.memory.residents import resident_for_model, resident_for_optimizer
+from wsync.protocols import Engine
 from wsync.trainer_ranks import new_group
 
 _NONE: Mapping[str, Any] = {}
@@ -43,6 +48,8 @@ class MemoryManager(Phases):
         frozen: Mapping[str, Any] = _NONE,
         phases: Mapping[str, Sequence[str]] = _NONE,
         sleep_level: int = 2,
+        colocated: bool = True,
+        pause: PauseMode = "wait",
         host_bytes: int | None = None,
         timeout_s: float = 120.0,
         device: Device | None = None,
@@ -50,7 +57,7 @@ class MemoryManager(Phases):
         """Nothing moves before the first `enter`: all that is given is on the device now.
 
         Args:
-            engine: as for `wsync.sync`; None on ranks that own none. Its workers share the trainer's devices.
+            engine: as for `wsync.sync`; None on ranks that own none.
             models: name -> module in training. The first is the actor, which a sync needs.
             optimizers: name -> `torch.optim.Optimizer`.
             frozen: name -> module that is only used within `using(name)`, one at a time.
@@ -58,6 +65,9 @@ class MemoryManager(Phases):
                 in which they come.
             sleep_level: 2 drops the engine's weights, which the next sync brings back; 1 keeps them in host memory, as
                 adapters alone need it.
+            colocated: whether the engine's workers share the trainer's devices. If not, only the KV cache leaves, for
+                the time of a sync, with the engine paused before: its weights stay, and so does the trainer.
+            pause: what becomes of requests in flight then, see `SyncConfig.pause`.
             host_bytes: most host memory, in bytes, for what is offloaded; default: what the host has.
             timeout_s: longest wait for one step.
             device: where all of it is; default: where the first model is.
@@ -74,20 +84,23 @@ class MemoryManager(Phases):
         if sleep_level not in (1, 2):
             raise ConfigError(f"sleep_level is {sleep_level}; 1 keeps the weights in host memory, 2 drops them")
         self._pool = HostPool(host_bytes)
-        tags = [
-            engine_tags(one, "engine" if len(engines) == 1 else f"engine {number}", sleep_level)
-            for number, one in enumerate(engines)
-        ]
+        prefixes = ["engine" if len(engines) == 1 else f"engine {number}" for number in range(len(engines))]
+        named = list(zip(engines, prefixes, strict=True))
         of_optimizers = [resident_for_optimizer(name, one, self._pool) for name, one in optimizers.items()]
         of_models = [resident_for_model(name, model, self._pool) for name, model in {**models, **frozen}.items()]
-        residents: list[Resident] = [*(tag for some in tags for tag in some), *of_optimizers, *of_models]
-        names = [[tag.name for tag in some] for some in tags]
+        of_engines: list[list[Resident]]
+        if colocated:
+            of_engines = [list(engine_tags(one, prefix, sleep_level)) for one, prefix in named]
+        else:
+            of_engines = [_lent(one, prefix, sleep_level, pause) for one, prefix in named]
+        names = [[part.name for part in parts] for parts in of_engines]
+        standard = _standard_phases if colocated else _separate_phases
         super().__init__(
-            residents,
-            {**_standard_phases(names, list(models), list(optimizers)), **phases},
+            [*(part for parts in of_engines for part in parts), *of_optimizers, *of_models],
+            {**standard(names, list(models), list(optimizers)), **phases},
             device=device or _device_of(models),
             group=new_group("memory", timeout_s),
-            together=names,
+            together=names if colocated else (),
         )
         for one in engines:
             _managed[one] = weakref.ref(self)
@@ -119,6 +132,20 @@ def _standard_phases(
         "sync": [*models[:1], *weights],
         "train": [*models, *optimizers],
     }
+
+
+def _lent(engine: Engine, prefix: str, level: int, pause: PauseMode) -> list[Resident]:
+    """What an engine with devices of its own gives up for a sync, in that order."""
+    return [Generation(engine, prefix, pause), EngineTag(engine, prefix, "kv_cache", level, alone=True)]
+
+
+def _separate_phases(
+    lent: Sequence[Sequence[str]], models: Sequence[str], optimizers: Sequence[str]
+) -> Mapping[str, Sequence[str]]:
+    """The trainer is always there. What engines gave up comes back in the other order."""
+    trainer = [*models, *optimizers]
+    serving = [*trainer, *(name for names in lent for name in reversed(names))]
+    return {"rollout": serving, "sync": trainer, "train": serving}
 
 
 def _device_of(models: Mapping[str, Any]) -> Device:

@@ -108,10 +108,16 @@ class Engine(Protocol):
         """Tags of which the device memory is away, of "weights" and "kv_cache"."""
         ...
 
-    def sleep(self, level: int = 2) -> None:
+    def check_sleep(self, tags: Sequence[str] | None = None) -> None:
+        """Raise what `sleep` would refuse those tags with, before anything changes: it lacks that, or its state."""
+        ...
+
+    def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> None:
         """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them.
 
-        Raises `SyncTimeout` if the engine does not answer; then it counts as asleep.
+        `tags` are all, or "kv_cache" alone: then the weights stay, and can be synced.
+        Raises `SyncTimeout` if the engine does not answer; then it counts as asleep. `UnsupportedError` if it cannot
+        release these tags alone.
         """
         ...
 

@@ -158,6 +158,26 @@ def check_sleep(bench: EngineBench) -> None:
     bench.serve()
 
 
+def check_cache_alone(bench: EngineBench) -> None:
+    """The KV cache sleeps alone, where the engine can do that: weights are synced meanwhile, nothing serves."""
+    engine = bench.control()
+    try:
+        engine.check_sleep(["kv_cache"])
+    except wsync.UnsupportedError:
+        _expect(wsync.UnsupportedError, lambda: engine.sleep(tags=["kv_cache"]))
+        bench.serve()
+        return
+    engine.sleep(tags=["kv_cache"])
+    _expect(wsync.EngineStateError, bench.serve)
+    _expect(wsync.EngineStateError, lambda: engine.sleep(2))
+    actor = bench.make_actor(15)
+    bench.sync(actor)
+    _expect(wsync.EngineStateError, bench.serve)
+    engine.wake_up(["kv_cache"])
+    assert bench.holds(actor), "a sync while the cache slept did not leave the actor's weights"
+    bench.serve()
+
+
 ENGINE_CHECKS: tuple[Callable[[EngineBench], None], ...] = (
     check_three_syncs,
     check_pause,
@@ -167,6 +187,7 @@ ENGINE_CHECKS: tuple[Callable[[EngineBench], None], ...] = (
     check_spoiled_bytes,
     check_lost_and_repeated_buckets,
     check_sleep,
+    check_cache_alone,
 )
 
 
