@@ -37,6 +37,7 @@ def test_a_sync_does_not_care(name: str, tmp_path: Path) -> None:
     assert f"expandable segments {'on' if name else 'off'}" in said
 
 
+@pytest.mark.slow
 def test_the_program_itself_on_a_cpu(tmp_path: Path) -> None:
     seeded(FAMILIES["llama"], 0).save_pretrained(tmp_path)
     assert "device: host memory" in output_of(tmp_path, "cpu", "shm", {})
