@@ -77,6 +77,8 @@ class Session:
             raise ConfigError("a sync of this session is running; one session does one at a time")
         try:
             return self._run(version)
+        except _OutdatedError:  # now the producers look closely
+            return self._run(version)
         finally:
             self._busy.release()
 
@@ -216,9 +218,11 @@ class Session:
         for bucket in self._agreement.plan.buckets:
             error = self._send(bucket, error, watch)
         with watch.stage("drain"):
-            group.agree("drain", error or self._drain(), self._patience())
+            confirmed = group.gather("drain", lambda: self._drain(error), self._patience())
         with watch.stage("load"):
             results = group.local("load", self._join, self._patience())
+        if not all(confirmed):
+            raise _OutdatedError("the trainer replaced parameters since the last sync")
         if self.config.verify == "digest":
             with watch.stage("digest"):
                 self._compare_digests([[worker.digests for worker in workers] for workers in results])
@@ -278,14 +282,14 @@ class Session:
             return caught
         return None
 
-    def _drain(self) -> BaseException | None:
+    def _drain(self, error: BaseException | None) -> bool:
+        """Whether what was sent is what the trainer holds. Raises `error`, or what went wrong now."""
+        if error is not None:
+            raise error
         deadline = self._deadline()
-        try:
-            for line in self._lines:
-                line.sender.drain(deadline)
-        except Exception as error:
-            return error
-        return None
+        for line in self._lines:
+            line.sender.drain(deadline)
+        return self._producer.confirm()
 
     def _join(self) -> list[Sequence[Loaded]]:
         deadline = self._deadline()
@@ -345,6 +349,10 @@ class Session:
             peak_bytes=held,
             through_loader=max((len(m.through_loader) for m in self._agreement.manifests), default=0),
         )
+
+
+class _OutdatedError(WsyncError):
+    """What was sent is not what the trainer holds now. Raised on every rank alike."""
 
 
 def _through_loader(reasons: Mapping[str, str]) -> list[str]:
