@@ -71,7 +71,9 @@ def test_a_glance_sees_every_change() -> None:
     look()
     module[1]._buffers = {("other" if name == "more" else name): b for name, b in module[1]._buffers.items()}
     look()
-    module[1]._parameters["other"] = module[1]._buffers.pop("other")
+    module[1]._parameters["other"] = nn.Parameter(torch.zeros(1))
+    look()
+    module[1]._parameters["third"], module[1]._parameters["other"] = module[1]._parameters["other"], None
     look()
     module.append(nn.Identity())
     look()
