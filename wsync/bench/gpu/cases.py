@@ -59,6 +59,7 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
             else:
                 references[CAST] = cast(numel, actor_dtype, torch.bfloat16)
             outcome.samples = in_turn(session.sync, references, ROUNDS)
+            outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)
             del references
             _free()
             _check_tokens(outcome, session, actor, engine)
