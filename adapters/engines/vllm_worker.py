@@ -258,11 +258,25 @@ class _Attention:
 
 
 def _attention_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Those that may derive something from weights."""
     from vllm.model_executor.layers import attention
 
     # vLLM 0.26 has the list of classes instead of the question.
     ask = getattr(attention, "is_deferred_attention_layer", None)
     kinds = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)
     for _, layer in named_modules(model):
-        if ask(layer) if ask is not None else isinstance(layer, kinds):
+        if (ask(layer) if ask is not None else isinstance(layer, kinds)) and not _derives_nothing(layer):
             yield layer
+
+
+def _derives_nothing(layer: Any) -> bool:
+    """Whether all that a plain attention layer would do is to set its scales to 1, of which no checkpoint knows.
+
+    That costs several launches a layer, and undoes scales that vLLM has measured.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    name = "process_weights_after_loading"
+    plain = getattr(type(layer), name) is getattr(Attention, name) and layer.quant_config is None
+    return plain and getattr(type(layer.impl), name) is getattr(AttentionImplBase, name)
