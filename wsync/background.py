@@ -1,13 +1,13 @@
 """One blocking call at a time on a thread that never keeps the process alive."""
 
 import atexit
+import os
 import threading
-import time
-import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
 from functools import cache
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from wsync.deadline import Deadline
@@ -17,6 +17,9 @@ T = TypeVar("T")
 
 _EXIT_S = 5.0
 """Longest that calls which still run may delay the end of the process, in seconds, all together."""
+
+_MOST_IDLE = 2
+"""Threads that are kept for the next calls. One that starts delays its first call by more than a quick call takes."""
 
 
 class Background(Generic[T]):
@@ -30,9 +33,7 @@ class Background(Generic[T]):
         """Start `call` at once. `name` says what it is, for messages."""
         self.name = name
         self._future: Future[T] = Future()
-        thread = threading.Thread(target=self._run, args=(call,), name=f"wsync {name}", daemon=True)
-        _threads().add(thread)
-        thread.start()
+        _threads().start(f"wsync {name}", call, self._future)
 
     @property
     def done(self) -> bool:
@@ -52,22 +53,70 @@ class Background(Generic[T]):
                 return self._future.result()  # it ended just now, or this error is its own
             raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {self.name}") from None
 
-    def _run(self, call: Callable[[], T]) -> None:
+
+class _Threads:
+    """Threads that run calls, each for one at a time, and a few that wait for the next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._idle: list[_Thread] = []
+        self._running: set[Future[object]] = set()
+
+    def start(self, name: str, call: Callable[[], T], future: "Future[T]") -> None:
+        """Run `call` at once, and put what comes of it into `future`."""
+        with self._lock:
+            thread = self._idle.pop() if self._idle else None
+            self._running.add(future)  # type: ignore[arg-type]
+        fresh = thread is None
+        thread = thread or _Thread()
+        thread.name = name
+        thread.tasks.put(lambda: self._run(thread, call, future))
+        if fresh:
+            thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until no call runs, or for so long."""
+        with self._lock:
+            running = list(self._running)
+        wait(running, timeout_s)
+
+    def _run(self, thread: "_Thread", call: Callable[[], T], future: "Future[T]") -> bool:
+        """Whether `thread` is to wait for another call."""
         try:
-            self._future.set_result(call())
-        except BaseException as error:  # handed to whoever asks for the result
-            self._future.set_exception(error)
+            result, error = call(), None
+        except BaseException as caught:  # handed to whoever asks for the result
+            result, error = None, caught
+        with self._lock:  # before anybody hears of it: the next call may follow at once
+            self._running.discard(future)
+            kept = len(self._idle) < _MOST_IDLE
+            if kept:
+                self._idle.append(thread)
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+        del result, error  # its traceback leads to this frame
+        return kept
+
+
+class _Thread(threading.Thread):
+    """Runs what is put into `tasks`, until one of them says that it was the last."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.tasks: SimpleQueue[Callable[[], bool]] = SimpleQueue()
+
+    def run(self) -> None:
+        """See `threading.Thread`."""
+        while self.tasks.get()():
+            self.name = "wsync idle"
 
 
 @cache
-def _threads() -> "weakref.WeakSet[threading.Thread]":
-    """Every thread that runs a call; they are waited for at exit."""
-    threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-    atexit.register(_join, threads)
+def _threads() -> _Threads:
+    """Those of this process. A forked child has none of them, and begins with others."""
+    threads = _Threads()
+    pid = os.getpid()
+    atexit.register(lambda: threads.wait(_EXIT_S) if os.getpid() == pid else None)
+    os.register_at_fork(after_in_child=_threads.cache_clear)
     return threads
-
-
-def _join(threads: "weakref.WeakSet[threading.Thread]") -> None:
-    expires = time.monotonic() + _EXIT_S
-    for thread in list(threads):
-        thread.join(max(0.0, expires - time.monotonic()))

@@ -47,11 +47,19 @@ class Launches:
         self._lists: Sequence[torch.Tensor] = ()
         self._alignment = 0
 
+    def again(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
+        """`run`, if all tensors lie where they lay the last time. False, and nothing is done, if not."""
+        if addresses([*sources, *targets]) != self._addresses:
+            return False
+        self._launch(sources, targets)
+        return True
+
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Launch on the current stream. Tensors must be on the device of this object."""
-        found = addresses([*sources, *targets])
-        if found != self._addresses:
-            self._move(found, len(sources))
+        self._move(addresses([*sources, *targets]), len(sources))
+        self._launch(sources, targets)
+
+    def _launch(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         with torch.cuda.device(self._device):
             for kind, table in self._tables.items():
                 _launch(kind, table, self._lists)

@@ -19,7 +19,8 @@ from wsync.background import Background
 from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.errors import EngineStateError, SyncTimeout, UnsupportedError, WsyncError
-from wsync.plan import Plan, TensorSpec, from_bytes
+from wsync.live_tensors import read_live
+from wsync.plan import Plan, TensorSpec
 from wsync.protocols import Loaded, Manifest, Ticket
 from wsync.replies import open_reply
 from wsync.sleep import leaving_tags, waking_tags
@@ -27,9 +28,6 @@ from wsync.topology import Endpoint
 
 _PATIENCE_S = 120.0
 """Longest wait, in seconds, of calls that come without a deadline, before any came with one."""
-
-_READ_BYTES = 32 << 20
-"""Most bytes of a tensor in one answer to `read`."""
 
 
 class WorkerEngine(ABC):
@@ -58,6 +56,11 @@ class WorkerEngine(ABC):
         self._update: Background[Sequence[Mapping[str, Any]]] | None = None
 
     # What an adapter provides.
+
+    @property
+    def resets_cache_meanwhile(self) -> bool:
+        """Whether `on_reset_cache` may be called while the workers load, and does not wait for them."""
+        return False
 
     @abstractmethod
     def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
@@ -175,6 +178,8 @@ class WorkerEngine(ABC):
         """Wait until every worker has loaded all of it, and hear what each one says."""
         if self._update is None:
             raise EngineStateError(f"{self.name}: join without begin")
+        if self.resets_cache_meanwhile:
+            self.on_reset_cache(deadline)
         replies = self._update.result(deadline)
         return [Loaded(digests=reply["digests"], seconds=reply["seconds"]) for reply in replies]
 
@@ -188,7 +193,8 @@ class WorkerEngine(ABC):
         if not self._update.done:
             raise EngineStateError(f"{self.name}: attempt {attempt} still runs; join it before finish")
         try:
-            self.on_reset_cache(deadline)
+            if not self.resets_cache_meanwhile:
+                self.on_reset_cache(deadline)
             self._newest = version  # whatever comes of it: some worker may take it
             self._ask("publish", {"version": version, "attempt": attempt}, deadline)
         except Exception as error:
@@ -308,17 +314,7 @@ class WorkerEngine(ABC):
         For tests and doubts: it is slow. Raises `PeerError` if there is no such tensor.
         """
         self._require_weights(f"show {name}")
-        parts: list[list[bytes]] = []
-        start = 0
-        while True:
-            message = {"name": name, "start": start, "count": _READ_BYTES}
-            replies = self._ask("read", message, deadline or self._patience())
-            parts.append([reply["data"] for reply in replies])
-            start += _READ_BYTES
-            if all(start >= reply["nbytes"] for reply in replies):
-                break
-        whole = [bytearray(b"".join(pieces)) for pieces in zip(*parts, strict=True)]
-        return [from_bytes(data, reply["dtype"], reply["shape"]) for data, reply in zip(whole, replies, strict=True)]
+        return read_live(lambda message: self._ask("read", message, deadline or self._patience()), name)
 
     def close(self, address: str | None = None) -> None:
         """Let the workers drop the receivers attached at `address` (None: any). The engine stays. Never raises."""

@@ -15,9 +15,10 @@ from wsync.digest import word_bytes
 from wsync.errors import ConfigError, MismatchError, first_five
 from wsync.group import Group
 from wsync.plan import ALIGNMENT_BYTES, Plan, TensorSpec
-from wsync.protocols import Engine, Manifest, Producer, Transport
+from wsync.protocols import Engine, Manifest, Producer, ReferringTransport, Transport
 from wsync.regions import uncovered
 from wsync.topology import Choice, Topology, choose, local_endpoint
+from wsync.views import Views
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,9 @@ class Agreement:
     """What every rank knows after connecting."""
 
     plan: Plan
+    buckets_because: str
+    """Why not all is read at once where the trainer has it; "" if it is."""
+
     senders: tuple[int, ...]
     """Trainer ranks that own engines, and so send."""
 
@@ -87,9 +91,10 @@ def connect_ranks(
     senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
     patience = Deadline.beyond(config.timeout_s)
     choices = group.local("choose a transport", lambda: _choose_all(producer, engines, transports, config), patience)
-    plan = agree_on_plan(producer, wanted, choices, senders, group, config)
+    plan, buckets_because = agree_on_plan(producer, wanted, choices, senders, group, config)
     return Agreement(
         plan=plan,
+        buckets_because=buckets_because,
         senders=senders,
         engines=tuple(f"{name} on rank {rank}" for rank, names in enumerate(engines_by_rank) for name in names),
         manifests=tuple(manifest for manifests in replicas.values() for manifest in manifests),
@@ -107,34 +112,53 @@ def agree_on_plan(
     senders: Sequence[int],
     group: Group,
     config: SyncConfig,
-) -> Plan:
+) -> tuple[Plan, str]:
     """Buckets of the configured size, or a single one if every engine reads all of it where it lies on a device.
 
     Then no slot bounds the buckets, and each would cost a launch.
+
+    Returns:
+        The plan, and why it has buckets; "" if it has a single one, which is read in place.
     """
     patience = Deadline.beyond(config.timeout_s)
-
-    def direct() -> bool:
-        there = all(getattr(choice.transport, "by_reference", False) for choice in choices)
-        return there and producer.device.type == "cuda"
-
-    if all(group.gather("direct", direct, patience)):
+    reasons = group.gather("in place", lambda: _refuse_in_place(producer, choices), patience)
+    if not any(reasons):
         plan = Plan.pack(wanted, sum(spec.nbytes + ALIGNMENT_BYTES for spec in wanted) + ALIGNMENT_BYTES)
+        plan = replace(plan, in_place=True)
         group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
         try:
             group.local("open", producer.open, patience)
-            referred = group.gather("refer", lambda: _refers(producer, plan), patience)
+            reasons = group.gather("refer", lambda: _refuse_references(producer, plan, choices), patience)
         finally:
             producer.close()
-        if all(referred):
-            return plan
+        if not any(reasons):
+            return plan, ""
     plan = Plan.pack(wanted, config.bucket_bytes)
     group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
-    return plan
+    return plan, next(str(reason) for reason in reasons if reason)
 
 
-def _refers(producer: Producer, plan: Plan) -> bool:
-    return all(producer.references(bucket) is not None for bucket in plan.buckets)
+def _refuse_in_place(producer: Producer, choices: Sequence[Choice]) -> str:
+    """Why this rank's engines cannot read its weights where they are; "" if nothing is known against it."""
+    if producer.device.type != "cuda":
+        return f"the trainer's weights are on {producer.device}, where buckets cost no launches"
+    other = [choice.transport.name for choice in choices if not isinstance(choice.transport, ReferringTransport)]
+    return f"{other[0]} moves slots" if other else ""
+
+
+def _refuse_references(producer: Producer, plan: Plan, choices: Sequence[Choice]) -> str:
+    """The same once a plan is there, tensor by tensor."""
+    for bucket in plan.buckets:
+        tensors = producer.references(bucket)
+        if tensors is None:
+            return "this trainer's tensors do not lie whole and contiguous on every rank"
+        memories = Views.of(tensors).memories
+        for choice in choices:
+            if isinstance(choice.transport, ReferringTransport):
+                reason = choice.transport.refuse_references(memories)
+                if reason is not None:
+                    return f"{choice.transport.name}: {reason}"
+    return ""
 
 
 def _describe_all(

@@ -50,7 +50,7 @@ def open_lines(
             receivers = [len(choice.topology.receivers) for _, choice in served]
             sender = served[0][1].transport.sender(
                 slot_bytes=plan.capacity,
-                num_slots=min(config.num_slots, len(plan.buckets)) or 1,
+                num_slots=0 if plan.in_place else min(config.num_slots, len(plan.buckets)) or 1,
                 receivers=sum(receivers),
                 generation=generation,
                 device=device,

@@ -143,6 +143,9 @@ class Plan:
     bucket_bytes: int
     """The limit that the buckets were packed to, in bytes."""
 
+    in_place: bool = False
+    """Whether all of it is read where the trainer has it, so that no slot is needed."""
+
     nbytes: int = field(init=False, compare=False)
     """Payload: bytes of all tensors, without padding."""
 
@@ -184,7 +187,9 @@ class Plan:
 
     @property
     def capacity(self) -> int:
-        """Bytes that a slot must have to take any bucket: a multiple of 256, at least 256, at most `bucket_bytes`."""
+        """Bytes that a slot must have to take any bucket: a multiple of 256, at most `bucket_bytes`; 0 in place."""
+        if self.in_place:
+            return 0
         return max([ALIGNMENT_BYTES, *(_align(bucket.nbytes) for bucket in self.buckets)])
 
     def spec(self, name: str) -> TensorSpec:

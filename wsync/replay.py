@@ -13,7 +13,9 @@ from wsync.errors import MismatchError, ProtocolError, first_five
 from wsync.loadplan import Copy, Fill, LoadPlan
 from wsync.plan import Bucket, Plan, TensorMeta
 from wsync.regions import Region
-from wsync.strided import cut, memory_view
+from wsync.strided import cut, lacking_bytes, memory_view
+from wsync.targets import Targets, held
+from wsync.traits import addresses
 from wsync.views import Pair, Place, Views
 
 Arrivals = Iterable[tuple[Bucket, Sequence[torch.Tensor]]]
@@ -56,6 +58,8 @@ class Routine:
     fills: tuple[Fill, ...]
 
     _direct: dict[int, _Direct] = field(default_factory=dict, compare=False, repr=False)
+    _fitting: list[object] = field(default_factory=list, compare=False, repr=False)
+    """Key of the targets that were found to fit last."""
 
     @classmethod
     def compile(cls, load: LoadPlan, plan: Plan) -> "Routine":
@@ -75,6 +79,15 @@ class Routine:
             for bucket in plan.buckets
         )
         return cls(load, steps, tuple(load.fills))
+
+    def check(self, targets: Mapping[str, torch.Tensor]) -> None:
+        """Raise `MismatchError` if a target is gone, has another shape, or its memory was freed. It may have moved."""
+        key = targets.key if isinstance(targets, Targets) else None
+        if key is not None and key in self._fitting:
+            return
+        _check_present({name: targets[name] for name in self.load.layouts if name in targets})
+        self.load.check_layouts(targets)
+        self._fitting[:] = [] if key is None else [key]
 
     def direct(self, bucket: Bucket, places: tuple[Place, ...], targets: Mapping[str, torch.Tensor]) -> _Direct:
         """The copies of `bucket` for tensors at `places`; worked out anew only if those have changed."""
@@ -114,12 +127,24 @@ def _steps(index: int, meta: TensorMeta, copy: Copy) -> Iterator[Step]:
         yield Step(index, src.translate(-low), copy.target, dst)
 
 
+def _check_present(targets: Mapping[str, torch.Tensor]) -> None:
+    """Raise `MismatchError` if there is no memory to write to."""
+    if 0 not in addresses(list(targets.values())):
+        return
+    freed = [name for name, tensor in targets.items() if not tensor.data_ptr() and lacking_bytes(tensor)]
+    if freed:
+        raise MismatchError(
+            f"the memory of {len(freed)} parameter(s) of the engine was freed: {first_five(freed)}; bring it back "
+            f"before a sync"
+        )
+
+
 class Replay:
     """One sync of a `Routine` into live targets. Holds views of the model: drop it when the sync ends."""
 
     def __init__(self, routine: Routine, targets: Mapping[str, torch.Tensor]) -> None:
-        """Look up every destination. Raises `MismatchError` if a target is gone or has another shape."""
-        routine.load.check_layouts(targets)
+        """Look up every destination. Raises as `Routine.check`."""
+        routine.check(targets)
         self._routine, self._targets = routine, targets
         self._fills = [(fill, memory_view(targets[fill.target], fill.dst)) for fill in routine.fills]
         self._parts: dict[str, _Part] = {}
@@ -187,7 +212,7 @@ class Replay:
     def _copy(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
         views = Views.of(tensors)
         direct = self._routine.direct(bucket, views.places, self._targets)
-        direct.copies.run(views.memories, [self._targets[name] for name in direct.targets])
+        direct.copies.run(views.memories, held(self._targets, direct.targets))
         for number, steps in groupby(direct.others, lambda step: step.tensor):  # one tensor's casts at a time
             flats: dict[torch.dtype, torch.Tensor] = {}
             for step in steps:

@@ -77,6 +77,8 @@ class Session:
             raise ConfigError("a sync of this session is running; one session does one at a time")
         try:
             return self._run(version)
+        except _OutdatedError:  # now the producers look closely
+            return self._run(version)
         finally:
             self._busy.release()
 
@@ -97,6 +99,7 @@ class Session:
         text = [
             f"{len(plan.specs)} tensors, {plan.nbytes} bytes, in {len(plan.buckets)} bucket(s) "
             f"of at most {plan.bucket_bytes} bytes",
+            f"in buckets, because {why}" if (why := agreement.buckets_because) else "read where the trainer has it",
             f"rank {self._group.rank} of {self._group.world_size}; senders: ranks {list(agreement.senders)}",
             *(f"engine: {name}" for name in agreement.engines),
         ]
@@ -115,26 +118,27 @@ class Session:
 
         An actor that lies whole in the process of its engine needs none.
         """
-        if self._attached:
-            return 0
         plan, shared = self._agreement.plan, self._group.world_size == 1
+        if self._attached or plan.in_place:
+            return 0
         transports = {choice.transport.name: choice.transport for choice in self._agreement.choices}
         rings = sum(not (shared and transport.by_reference) for transport in transports.values())
         return rings * plan.capacity * min(self.config.num_slots, len(plan.buckets))
 
     def release_slots(self) -> None:
-        """*Collective.* Give slots and sockets back until the next sync, which connects them afresh."""
+        """*Collective.* Give slots and sockets back until the next sync, which connects them afresh.
+
+        When it returns no worker has memory of this rank mapped: freed, it is free.
+        """
+        self._unmap()
         self._detach()
 
     def close(self) -> None:
         """Release slots, sockets and the communicator. The engines stay as they are. Never raises."""
         if not self._closed:
             self._closed = True
-            attached = [(engine, line.sender.ticket().address) for line in self._lines for engine in line.engines]
+            self._unmap()
             self._detach()
-            for engine, address in attached:
-                with suppress(ReferenceError):  # held weakly, and gone
-                    engine.close(address)
             self._group.close()
 
     def __enter__(self) -> "Session":
@@ -187,6 +191,7 @@ class Session:
         return newest + 1 if version is None else version, replies[0]["attempt"], attached
 
     def _attach(self) -> None:
+        self._unmap()
         self._detach()
         self._group.reset()
         agreement = self._agreement
@@ -198,6 +203,13 @@ class Session:
             self._patience(),
         )
         self._attached = True
+
+    def _unmap(self) -> None:
+        """Workers let go of what they have mapped while it is still there. Never raises."""
+        for line in self._lines:
+            for engine in line.engines:
+                with suppress(ReferenceError):  # held weakly, and gone
+                    engine.close(line.sender.ticket().address)
 
     def _detach(self) -> None:
         self._attached = False
@@ -216,9 +228,11 @@ class Session:
         for bucket in self._agreement.plan.buckets:
             error = self._send(bucket, error, watch)
         with watch.stage("drain"):
-            group.agree("drain", error or self._drain(), self._patience())
+            confirmed = group.gather("drain", lambda: self._drain(error), self._patience())
         with watch.stage("load"):
             results = group.local("load", self._join, self._patience())
+        if not all(confirmed):
+            raise _OutdatedError("the trainer replaced parameters since the last sync")
         if self.config.verify == "digest":
             with watch.stage("digest"):
                 self._compare_digests([[worker.digests for worker in workers] for workers in results])
@@ -278,14 +292,14 @@ class Session:
             return caught
         return None
 
-    def _drain(self) -> BaseException | None:
+    def _drain(self, error: BaseException | None) -> bool:
+        """Whether what was sent is what the trainer holds. Raises `error`, or what went wrong now."""
+        if error is not None:
+            raise error
         deadline = self._deadline()
-        try:
-            for line in self._lines:
-                line.sender.drain(deadline)
-        except Exception as error:
-            return error
-        return None
+        for line in self._lines:
+            line.sender.drain(deadline)
+        return self._producer.confirm()
 
     def _join(self) -> list[Sequence[Loaded]]:
         deadline = self._deadline()
@@ -345,6 +359,10 @@ class Session:
             peak_bytes=held,
             through_loader=max((len(m.through_loader) for m in self._agreement.manifests), default=0),
         )
+
+
+class _OutdatedError(WsyncError):
+    """What was sent is not what the trainer holds now. Raised on every rank alike."""
 
 
 def _through_loader(reasons: Mapping[str, str]) -> list[str]:

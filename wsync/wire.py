@@ -94,6 +94,7 @@ def _schemas() -> tuple[_Schema, ...]:
     from wsync.protocols import Manifest, Ticket
     from wsync.regions import Region
     from wsync.topology import Endpoint, Topology
+    from wsync.views import Place
 
     layout = {"name": _TEXT, "shape": _NATURALS, "dtype": _DTYPE_FIELD}
     position = {"offset": _NATURAL, "chunk_offset": _NATURAL, "chunk_nbytes": _NATURAL}
@@ -104,7 +105,8 @@ def _schemas() -> tuple[_Schema, ...]:
         _Schema(TensorSpec, **layout, owners=_only(Owner), atomic_group=group, optional=_FLAG, word_bytes=word),
         _Schema(TensorMeta, **layout, **position),
         _Schema(Bucket, index=_NATURAL, tensors=_only(TensorMeta), nbytes=_NATURAL),
-        _Schema(Plan, specs=_only(TensorSpec), buckets=_only(Bucket), bucket_bytes=_NATURAL),
+        _Schema(Plan, specs=_only(TensorSpec), buckets=_only(Bucket), bucket_bytes=_NATURAL, in_place=_FLAG),
+        _Schema(Place, memory=_NATURAL, dtype=_DTYPE_FIELD, region=_Field((Region,))),
         _Schema(Endpoint, host=_TEXT, network=_NATURAL, process=_TEXT, pid=_NATURAL, device=_TEXT),
         _Schema(Topology, sender=_Field((Endpoint,)), receivers=_only(Endpoint)),
         _Schema(Ticket, transport=_TEXT, address=_TEXT, secret=_BYTES, generation=_NATURAL),

@@ -32,8 +32,8 @@ from wsync.record import record, writable
 from wsync.replay import Arrivals, Replay, Routine
 from wsync.report import Stopwatch
 from wsync.state import State, StateMachine
-from wsync.strided import lacking_bytes
-from wsync.traits import addresses, all_on_cpu
+from wsync.targets import all_held
+from wsync.traits import all_on_cpu
 from wsync.verify import check_launch_weights
 
 Message = Mapping[str, Any]
@@ -217,13 +217,12 @@ class Worker:
         with watch.stage("load"):
             loader.begin()
             targets = loader.targets()
-            _check_present({name: targets[name] for name in attachment.routine.load.layouts if name in targets})
             arrivals = self._arrivals(attachment, attempt, deadline, digests, watch)
             with writable(targets):
                 Replay(attachment.routine, targets).run(
                     arrivals, loader.load_weights, lambda: self._writing(loader, attempt)
                 )
-            devices = _cuda_devices(targets.values())
+            devices = _cuda_devices(all_held(targets))
             del targets
         with watch.stage("finish"):
             loader.finish()
@@ -298,19 +297,8 @@ class Worker:
 
 
 def _cuda_devices(tensors: Collection[torch.Tensor]) -> Collection[torch.device]:
-    return () if all_on_cpu(tensors) else {tensor.device for tensor in tensors if tensor.is_cuda}
-
-
-def _check_present(targets: Mapping[str, torch.Tensor]) -> None:
-    """Raise `MismatchError` if there is no memory to write to."""
-    if 0 not in addresses(list(targets.values())):
-        return
-    freed = [name for name, tensor in targets.items() if not tensor.data_ptr() and lacking_bytes(tensor)]
-    if freed:
-        raise MismatchError(
-            f"the memory of {len(freed)} parameter(s) of the engine was freed: {first_five(freed)}; bring it back "
-            f"before a sync"
-        )
+    with torch._C.DisableTorchFunctionSubclass():
+        return () if all_on_cpu(tensors) else {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
 class _Digests:

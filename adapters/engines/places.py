@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from wsync.errors import EngineStateError, first_five
-from wsync.glance import Glance, glance_at
+from wsync.glance import Glance, Watch
 from wsync.plan import TensorSpec
 from wsync.protocols import Loader, Manifest
+from wsync.targets import Targets
 from wsync.walk import named_tensors
 from wsync.worker import Worker
 
@@ -20,27 +21,35 @@ class Places:
     def __init__(self, engine: str) -> None:
         """`engine`: its name, for messages."""
         self._engine = engine
+        self._watch = Watch()
         self._seen: Sequence[Hashable] = ()
         self._numbers: Mapping[str, int] = {}
         self._settled: Sequence[Hashable] = ()
         self._addresses: Mapping[str, int] = {}
 
-    def tensors(self, model: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Parameters and buffers, tied ones once, outside of autograd."""
-        return self._detached(self._look(model))
+    def tensors(self, model: nn.Module) -> Targets:
+        """Parameters and buffers, tied ones once."""
+        return self._named(self._look(model).tensors)
+
+    def recall(self) -> Targets | None:
+        """`tensors` as `check` saw them last, if they are still there; whether they are still the model's it cannot
+        tell: `check` once more before anybody relies on what was written to them."""
+        tensors = self._watch.recall() if self._seen is self._settled else None
+        return None if tensors is None else self._named(tensors)
 
     def settle(self, model: nn.Module) -> None:
         """A new connection: wherever parameters lie now is where they must stay."""
-        self._settled = self._look(model).key
+        self._look(model)
+        self._settled = self._seen
         self._addresses = _addresses(model)
 
-    def check(self, model: nn.Module, when: str) -> Mapping[str, torch.Tensor]:
+    def check(self, model: nn.Module, when: str) -> Targets:
         """`tensors`, with one look for both.
 
         Raises `EngineStateError` if a parameter has moved, and at every later sync until somebody connects anew.
         """
         glance = self._look(model)
-        if glance.key != self._settled:
+        if self._seen is not self._settled:
             now = _addresses(model)
             moved = [name for name, address in self._addresses.items() if now.get(name) != address]
             if moved:
@@ -48,21 +57,19 @@ class Places:
                     f"{self._engine} moved {len(moved)} parameter(s) {when}: {first_five(moved)}. CUDA graphs may "
                     f"still read the old memory: restart the engine, or, if it captured none, connect again"
                 )
-        return self._detached(glance)
+        return self._named(glance.tensors)
 
     def _look(self, model: nn.Module) -> Glance:
         """A glance, and names anew if it shows anything that the last one did not."""
-        glance = glance_at(model)
+        glance = self._watch.look(model)
         if glance.key != self._seen:
             numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
             self._numbers = {name: numbers[id(tensor)] for name, tensor, _ in named_tensors(model)}
             self._seen = glance.key
         return glance
 
-    def _detached(self, glance: Glance) -> Mapping[str, torch.Tensor]:
-        with torch._C.DisableTorchFunctionSubclass():
-            tensors = map(torch.Tensor.detach, map(glance.tensors.__getitem__, self._numbers.values()))
-            return dict(zip(self._numbers, tensors, strict=True))
+    def _named(self, tensors: Sequence[torch.Tensor]) -> Targets:
+        return Targets(self._numbers, tensors, self._seen)
 
 
 class SettlingLoader(Loader, Protocol):

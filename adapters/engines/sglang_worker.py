@@ -169,7 +169,7 @@ class SGLangLoader:
 
     def begin(self) -> None:
         """Raises `EngineStateError` if a parameter has moved since `settle`."""
-        self._held = self._places.check(self._model(), "since it was connected")
+        self._held = self._places.recall() or self._places.check(self._model(), "since it was connected")
 
     def finish(self) -> None:
         """Let the model derive what it derives from its weights. Raises if a parameter has moved."""

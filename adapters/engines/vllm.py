@@ -51,12 +51,19 @@ class VLLMEngine(VLLMControl):
 
     # What WorkerEngine asks for.
 
+    @property
+    def resets_cache_meanwhile(self) -> bool:
+        """In one process: there the scheduler, which is paused, and the worker have nothing in common."""
+        return local_worker(self._llm()) is not None
+
     def call(self, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
         """Run `Worker.handle(method, payload)` on every worker; replies in rank order. Raises as its base."""
         local = local_worker(self._llm())
         if local is None:
             return super().call(method, payload, timeout_s)
-        deadline = None if timeout_s is None else Deadline.after(timeout_s)
+        if timeout_s is None:
+            return [worker_of(local, 0).handle(method, payload)]
+        deadline = Deadline.after(timeout_s)
         return [self._run(f"answer {method!r}", lambda: worker_of(local, 0).handle(method, payload), deadline)]
 
     @property

@@ -218,10 +218,7 @@ class VLLMControl(WorkerEngine):
         name = f"{self.name} to {doing}"
         left_s = None if deadline is None else deadline.remaining(name)
         call = self._start(name, work)
-        ended, at_end = socketpair()
-        call.add_done_callback(at_end.close)
-        with ended:
-            ready = wait([ended, *self._lifelines()], left_s)
+        ready = self._wait(call, left_s)
         if not ready and deadline is not None:
             self._let_go(call)
             raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {name}")
@@ -235,6 +232,18 @@ class VLLMControl(WorkerEngine):
             raise
         except Exception as error:
             raise PeerError(f"{self.name} failed to {doing}: {type(error).__name__}: {error}") from error
+
+    def _wait(self, call: Call, left_s: float | None) -> Sequence[object]:
+        """What ended first, the call or processes of vLLM; nothing if nothing did within `left_s` seconds."""
+        lifelines = self._lifelines()
+        if not lifelines:
+            done = threading.Event()
+            call.add_done_callback(done.set)
+            return [call] if done.wait(left_s) else []
+        ended, at_end = socketpair()
+        call.add_done_callback(at_end.close)
+        with ended:
+            return wait([ended, *lifelines], left_s)
 
     def _lifelines(self) -> list[int]:
         """What becomes readable when the engine-core process or a worker process ends."""

@@ -26,6 +26,7 @@ from wsync.errors import EngineStateError
 from wsync.loadplan import LoadPlan
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
+from wsync.targets import Targets
 from wsync.topology import Endpoint, local_endpoint
 from wsync.walk import named_modules, named_tensors
 from wsync.worker import Worker
@@ -96,7 +97,8 @@ class VLLMLoader:
         self._stand_ins: vllm_reload.StandIns | None = None
         self._reloading = False
         self._places = Places(self.engine)
-        self._held: Mapping[str, torch.Tensor] | None = None
+        self._held: Targets | None = None
+        self._attention = _Attention()
         # Never read. In a rehearsal it is written for each tensor, which tells the dry run that more happens to it
         # than a copy into a parameter: the reload keeps it and repacks it.
         self._elsewhere = torch.empty((), dtype=torch.uint8)
@@ -155,7 +157,7 @@ class VLLMLoader:
     def begin(self) -> None:
         """Open a reload where one is needed. Raises `EngineStateError` if a parameter has moved since `settle`."""
         model = self._model()
-        self._held = self._places.check(model, "since it was connected")
+        self._held = self._places.recall() or self._places.check(model, "since it was connected")
         if self.repacked:
             self._reloading = True
             with self._context():
@@ -166,7 +168,7 @@ class VLLMLoader:
 
         An adapter that was synced for the old base weights goes.
         """
-        self._held = None
+        key, self._held = self._held.key if self._held is not None else None, None
         worker, model = self.worker(), self._model()
         vllm_lora.drop(worker)
         with self._context():
@@ -175,7 +177,7 @@ class VLLMLoader:
                 self._reloading = False
                 self.wait_for_device()
             else:
-                _process_attention(model, worker.model_config)
+                self._attention.process(model, worker.model_config, key)
         self._places.check(model, "while it loaded")
 
     def rollback(self) -> None:
@@ -230,18 +232,51 @@ class VLLMLoader:
             yield
 
 
-def _process_attention(model: torch.nn.Module, model_config: Any) -> None:
-    """What a reload does for attention layers: MLA derives weights from others, scales get their defaults.
+class _Attention:
+    """The attention layers of a model: found by a walk through all modules, and again when anything has changed."""
 
-    Quantisation methods are left alone: where one changes weights after loading, the model is not loaded in place.
-    """
+    def __init__(self) -> None:
+        self._layers: Sequence[weakref.ref[torch.nn.Module]] = ()
+        self._key: object = None
+
+    def process(self, model: torch.nn.Module, model_config: Any, key: object) -> None:
+        """What a reload does for them: MLA derives weights from others, scales get their defaults.
+
+        Quantisation methods are left alone: where one changes weights after loading, the model is not loaded in place.
+
+        Args:
+            model: the model.
+            model_config: vLLM's.
+            key: the same object for as long as the model has the same modules.
+        """
+        if key is None or key is not self._key:
+            self._layers, self._key = list(map(weakref.ref, _attention_layers(model))), key
+        for layer in self._layers:
+            process = getattr(layer(), "process_weights_after_loading", None)
+            if process is not None:
+                process(model_config.dtype)
+
+
+def _attention_layers(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Those that may derive something from weights."""
     from vllm.model_executor.layers import attention
 
     # vLLM 0.26 has the list of classes instead of the question.
     ask = getattr(attention, "is_deferred_attention_layer", None)
     kinds = (attention.Attention, attention.MLAAttention, attention.MMEncoderAttention)
     for _, layer in named_modules(model):
-        if ask(layer) if ask is not None else isinstance(layer, kinds):
-            process = getattr(layer, "process_weights_after_loading", None)
-            if process is not None:
-                process(model_config.dtype)
+        if (ask(layer) if ask is not None else isinstance(layer, kinds)) and not _derives_nothing(layer):
+            yield layer
+
+
+def _derives_nothing(layer: Any) -> bool:
+    """Whether all that a plain attention layer would do is to set its scales to 1, of which no checkpoint knows.
+
+    That costs several launches a layer, and undoes scales that vLLM has measured.
+    """
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    name = "process_weights_after_loading"
+    plain = getattr(type(layer), name) is getattr(Attention, name) and layer.quant_config is None
+    return plain and getattr(type(layer.impl), name) is getattr(AttentionImplBase, name)

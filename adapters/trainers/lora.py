@@ -162,7 +162,8 @@ def combined(lora: type[ShardedProducer], module: nn.Module) -> type[ShardedProd
     """What `lora` exports, with the regions of the producer for the way in which `module` is sharded."""
     sharding = next(kind for kind in _SHARDINGS if cast(Any, kind).matches(module))
     # Adapters are switched and scaled by attributes, which no glance sees.
-    look_closely = {"_glance": ShardedProducer._glance}
+    always = ("_look_quickly", "_look_closely", "confirm")
+    look_closely = {name: getattr(ShardedProducer, name) for name in always}
     return type(f"{lora.__name__}Over{sharding.__name__}", (lora, sharding), look_closely)
 
 

@@ -17,12 +17,10 @@ from wsync.deadline import Deadline
 from wsync.digest import digest_part
 from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError, first_five
 from wsync.gather import GatherPlan, aligned, holders_of
-from wsync.glance import Glance
 from wsync.group import Group
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.regions import Region
 from wsync.strided import lacking_bytes, memory_view
-from wsync.traits import any_bits
 from wsync.views import Place, Views
 
 _Spot = tuple[str, Region]
@@ -53,8 +51,6 @@ class ShardedProducer:
         self._references: tuple[tuple[Sequence[str], tuple[Place, ...]] | None, ...] = ()
         self._boxes: tuple[torch.Tensor, torch.Tensor] | None = None
         self._staged: int | None = None
-        self._glanced: Sequence[Hashable] = ()
-        self._numbers: dict[str, int] = {}
         self._device = torch.device("cpu")
 
     @property
@@ -102,17 +98,8 @@ class ShardedProducer:
 
     def open(self) -> None:
         """See `wsync.Producer`. Raises `ClosedError` if the module is gone."""
-        self._tensors = self._look_again() or self._look_closely()
+        self._tensors = self._look_quickly() or self._look_closely()
         self._staged = None
-
-    def _look_again(self) -> dict[str, torch.Tensor] | None:
-        """The tensors, if a glance shows that they are what they were when looked at closely."""
-        module = self._alive()
-        self._settle(module)
-        glance = self._glance(module)
-        if glance is None or glance.key != self._glanced or any_bits(glance.tensors):
-            return None
-        return dict(zip(self._numbers, map(glance.tensors.__getitem__, self._numbers.values()), strict=True))
 
     def _look_closely(self) -> dict[str, torch.Tensor]:
         """Raises `MismatchError` if they are not what they were at connect."""
@@ -132,13 +119,11 @@ class ShardedProducer:
                 f"{len(changed)} tensors of {self._kind} are no longer what they were at connect: "
                 f"{first_five(changed)}; connect again"
             )
-        glance = self._glance(self._alive())
-        if glance is not None:
-            numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
-            if all(id(held[name].tensor) in numbers for name in self._layouts):
-                self._glanced = glance.key
-                self._numbers = {name: numbers[id(held[name].tensor)] for name in self._layouts}
         return {name: tensors[name][0] for name in self._layouts}
+
+    def confirm(self) -> bool:
+        """See `wsync.Producer`."""
+        return True
 
     def references(self, bucket: Bucket) -> Sequence[torch.Tensor] | None:
         """See `wsync.Producer`."""
@@ -173,6 +158,8 @@ class ShardedProducer:
     def named_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `wsync.Producer`. A tensor that lies whole in this process is the trainer's own memory: do not write."""
         self._opened()
+        if not self.confirm():
+            self.open()
         return self._named_tensors()
 
     @torch.no_grad()
@@ -200,8 +187,8 @@ class ShardedProducer:
         self._tensors = None
         self._staged = None
 
-    def _glance(self, module: nn.Module) -> Glance | None:
-        """A cheap look, for modules whose tensors are plain; None: look closely at every sync."""
+    def _look_quickly(self) -> dict[str, torch.Tensor] | None:
+        """The parameters, if they are what the last close look found; None: look closely."""
         return None
 
     def _settle(self, module: nn.Module) -> None:

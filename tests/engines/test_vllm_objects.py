@@ -243,7 +243,7 @@ class VLLMWorker:
 def vllms_worker(llm: Any, monkeypatch: pytest.MonkeyPatch) -> VLLMWorker:
     monkeypatch.setattr(VLLMLoader, "_context", lambda self: torch.no_grad())
     monkeypatch.setattr(vllm_reload, "repacked", lambda model: [])
-    monkeypatch.setattr(vllm_worker, "_process_attention", lambda model, config: None)
+    monkeypatch.setattr(vllm_worker, "_attention_layers", lambda model: [])
     return VLLMWorker()
 
 

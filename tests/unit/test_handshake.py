@@ -132,8 +132,9 @@ def test_tensors_that_are_read_in_place_on_a_device_make_one_bucket(
     producer, here = kind(module), local_endpoint("cpu")
     choice = Choice(topology=Topology(sender=here, receivers=(here,)), transport=transport, rejected={})
     group, config = Group(0, 1, None, 5.0), SyncConfig(bucket_bytes=4096)
-    plan = agree_on_plan(producer, producer.metadata(), [choice], [0], group, config)
+    plan, why = agree_on_plan(producer, producer.metadata(), [choice], [0], group, config)
     assert len(plan.buckets) == buckets
+    assert plan.in_place == (not why) == (buckets == 1)
     producer.open()
     assert [producer.references(bucket) is None for bucket in plan.buckets].count(True) == strided
 

@@ -1,9 +1,11 @@
 """The quick walk sees what torch's own sees."""
 
+import weakref
+
 import torch
 from torch import nn
 
-from wsync.glance import glance_at
+from wsync.glance import Watch
 from wsync.walk import named_modules, named_tensors
 
 
@@ -40,7 +42,8 @@ def test_the_same_modules_and_tensors_in_the_same_order() -> None:
 def test_what_cannot_be_told_at_a_glance_is_told_by_a_walk() -> None:
     sparse = nn.Linear(2, 2)
     sparse.register_buffer("index", torch.eye(3).to_sparse())
-    first, second = glance_at(sparse), glance_at(sparse)
+    watch = Watch()
+    first, second = watch.look(sparse), watch.look(sparse)
     assert first.key != second.key
     assert {id(tensor) for tensor in first.tensors} == {id(tensor) for _, tensor, _ in named_tensors(sparse)}
 
@@ -48,13 +51,15 @@ def test_what_cannot_be_told_at_a_glance_is_told_by_a_walk() -> None:
 def test_a_glance_sees_every_change() -> None:
     linear = nn.Linear(3, 3)
     module = nn.Sequential(linear, nn.BatchNorm1d(3))
-    seen = [glance_at(module).key]
+    watch = Watch()
+    seen = [watch.look(module).key]
 
     def look() -> None:
-        seen.append(glance_at(module).key)
-        assert seen[-1] not in seen[:-1]
+        assert watch.look(module).key not in seen
+        seen.append(watch.look(module).key)
+        assert watch.look(module).key == seen[-1]
 
-    assert glance_at(module).key == seen[0]
+    assert watch.look(module).key == seen[0]
     weight = linear.weight
     weight.data = weight.data.t()
     look()
@@ -64,5 +69,26 @@ def test_a_glance_sees_every_change() -> None:
     look()
     module[1].register_buffer("more", torch.zeros(1))
     look()
+    module[1]._buffers = {("other" if name == "more" else name): b for name, b in module[1]._buffers.items()}
+    look()
+    module[1]._parameters["other"] = nn.Parameter(torch.zeros(1))
+    look()
+    module[1]._parameters["third"], module[1]._parameters["other"] = module[1]._parameters["other"], None
+    look()
     module.append(nn.Identity())
     look()
+    module[2] = nn.Identity()
+    look()
+    module[1]._parameters.clear()
+    look()
+
+
+def test_a_watch_tells_modules_apart_and_keeps_none_alive() -> None:
+    watch, first = Watch(), nn.Linear(2, 2)
+    key = watch.look(first).key
+    second = nn.Linear(2, 2)
+    assert watch.look(second).key != key
+    assert [id(tensor) for tensor in watch.look(first).tensors] == [id(first.weight), id(first.bias)]
+    gone = weakref.ref(first), weakref.ref(first.weight)
+    del first
+    assert [thing() for thing in gone] == [None, None]

@@ -13,6 +13,17 @@ old version. Each method says what it raises and what state it leaves.
 from wsync.protocols.engine import Engine, Loaded
 from wsync.protocols.loader import Loader, Manifest
 from wsync.protocols.producer import Producer
-from wsync.protocols.transport import Receiver, Sender, Ticket, Transport
+from wsync.protocols.transport import Receiver, ReferringTransport, Sender, Ticket, Transport
 
-__all__ = ["Engine", "Loaded", "Loader", "Manifest", "Producer", "Receiver", "Sender", "Ticket", "Transport"]
+__all__ = [
+    "Engine",
+    "Loaded",
+    "Loader",
+    "Manifest",
+    "Producer",
+    "Receiver",
+    "ReferringTransport",
+    "Sender",
+    "Ticket",
+    "Transport",
+]

@@ -58,6 +58,14 @@ class Producer(Protocol):
         """
         ...
 
+    def confirm(self) -> bool:
+        """Whether what was looked up at `open` is what the trainer holds; asked while the last bytes are read.
+
+        `open` delays every sync and may trust that what was there is still in use. Where that was wrong the sync is
+        done once more, and its `open` has to look closely. True for a producer that always does.
+        """
+        ...
+
     def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
         """Do everything local for `bucket` that may fail: peers are not yet waiting.
 

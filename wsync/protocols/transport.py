@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -112,7 +112,7 @@ class Transport(Protocol):
 
         Args:
             slot_bytes: bytes of each slot.
-            num_slots: how many.
+            num_slots: how many; 0 if everything will be handed over.
             receivers: how many will connect.
             generation: see `Ticket`.
             device: where the producer's weights are.
@@ -121,4 +121,13 @@ class Transport(Protocol):
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> Receiver:
         """Connect receiver number `index`. Raises `PeerError` if the sender is gone or refuses, `SyncTimeout`."""
+        ...
+
+
+@runtime_checkable
+class ReferringTransport(Transport, Protocol):
+    """A transport by which receivers can read the trainer's own tensors on a device."""
+
+    def refuse_references(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """None if all receivers can read `tensors`, else the reason, for people."""
         ...

@@ -181,10 +181,11 @@ def check_by_reference(bench: Bench) -> None:
                 sender.hand_over(plan.buckets[0], ())
             return
         actor.hear("connected")
+        there = {name: tensor.to(bench.device) for name, tensor in tensors.items()}
         for odd in (0, 1):
             for bucket in plan.buckets:
                 if bucket.index % 2 == odd:
-                    sender.hand_over(bucket, [tensors[meta.name] for meta in bucket.tensors])
+                    sender.hand_over(bucket, [there[meta.name] for meta in bucket.tensors])
                 else:
                     fill_slot(bucket, sender.acquire(bench.deadline), tensors)
                     sender.commit(bucket)

@@ -141,7 +141,9 @@ PRODUCER_CHECKS: tuple[Callable[[ProducerBench], None], ...] = (
 )
 
 
-def _sync(bench: ProducerBench, producer: Producer, plan: Plan, senders: Sequence[int]) -> dict[str, torch.Tensor]:
+def _sync(
+    bench: ProducerBench, producer: Producer, plan: Plan, senders: Sequence[int], *, again: bool = False
+) -> dict[str, torch.Tensor]:
     """What a session does. The tensors as a sender's poisoned slots bring them; nothing on other ranks."""
     flat = {spec.name: torch.full((spec.nbytes,), 0xA5, dtype=torch.uint8) for spec in plan.specs}
     sending = bench.group.rank in senders
@@ -154,7 +156,11 @@ def _sync(bench: ProducerBench, producer: Producer, plan: Plan, senders: Sequenc
         if slot is not None:
             for meta in bucket.tensors:
                 flat[meta.name][meta.chunk_offset :][: meta.chunk_nbytes] = slot[meta.offset :][: meta.chunk_nbytes]
+    confirmed = bench.group.gather("confirm", producer.confirm, Deadline.after(bench.timeout_s))
     producer.close()
+    if not all(confirmed) and not again:
+        return _sync(bench, producer, plan, senders, again=True)
+    assert all(confirmed), "the producer does not confirm what it looked at closely"
     return {s.name: flat[s.name].view(s.dtype).view(s.shape) for s in plan.specs} if sending else {}
 
 

@@ -1,4 +1,4 @@
-"""Processes that share a device: slots in device memory, mapped once by every receiver, ordered by events.
+"""Processes that share a device: slots in device memory, or the trainer's own, mapped once by every receiver.
 
 Frames say that work is queued; whether it is done, the device knows. The sender records an event when it has filled a
 slot, which every receiver's stream waits for before it reads; each receiver records one when it has queued its last
@@ -13,13 +13,22 @@ from typing import Any
 import torch
 
 from wsync.deadline import Deadline
-from wsync.errors import PeerError, ProtocolError, UnsupportedError
+from wsync.errors import PeerError, ProtocolError, TransportError, UnsupportedError
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
-from wsync.transports.device_memory import HANDLE_BYTES, allocate, device_of, open_exported
+from wsync.traits import addresses
+from wsync.transports.device_memory import (
+    HANDLE_BYTES,
+    DeviceExporter,
+    allocate,
+    cut_slots,
+    device_of,
+    memory_bytes,
+    open_exported,
+)
 from wsync.transports.listener import Listener, Welcome, connect, listen_here
 from wsync.transports.ring import Ring
-from wsync.transports.slots import SlotMemory, SlotReceiver, SlotSender
+from wsync.transports.slots import BY_REFERENCE, SlotMemory, SlotReceiver, SlotSender
 
 
 class _Written(SlotMemory):
@@ -28,7 +37,7 @@ class _Written(SlotMemory):
     def __init__(self, slots: Sequence[torch.Tensor], device: torch.device) -> None:
         super().__init__(slots)
         self._device = device
-        self.filled = [_event() for _ in slots]
+        self.filled = [_event() for _ in (*slots, BY_REFERENCE)]
         self._read: dict[int, Sequence[Any]] = {}
 
     def before_write(self, slot: int) -> None:
@@ -43,8 +52,8 @@ class _Written(SlotMemory):
         return sorted(set(receivers) - self._read.keys())
 
     def meet(self, receiver: int, facts: Sequence[object]) -> None:
-        if len(facts) != len(self.slots):
-            raise ProtocolError(f"receiver {receiver} has events for {len(facts)} slots; there are {len(self.slots)}")
+        if len(facts) != len(self.filled):
+            raise ProtocolError(f"receiver {receiver} has {len(facts)} events; it takes {len(self.filled)}")
         self._read[receiver] = [_opened(self._device, handle) for handle in facts]
 
 
@@ -55,7 +64,7 @@ class _Read(SlotMemory):
         super().__init__(slots)
         self._device = device
         self._filled = [_opened(device, handle) for handle in filled]
-        self.read = [_event() for _ in slots]
+        self.read = [_event() for _ in filled]
 
     def before_read(self, slot: int) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._filled[slot])
@@ -68,11 +77,21 @@ class _Read(SlotMemory):
         super().close()
 
 
+class _Mapping:
+    """Opens allocations of the sender on a receiver's device. See `wsync.transports.references.Importer`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def open(self, key: str, nbytes: int) -> torch.Tensor:
+        return open_exported(self._device, _bytes_of(key), nbytes)
+
+
 class CudaIpcTransport:
     """Between processes of one host whose weights are on the same device."""
 
     name = "cuda_ipc"
-    by_reference = False
+    by_reference = True
 
     def refuse(self, topology: Topology) -> str | None:
         """See `wsync.Transport`."""
@@ -90,20 +109,32 @@ class CudaIpcTransport:
                 return f"the trainer's weights are on {sender.device}, a worker's on {worker.device}"
         return None
 
+    def refuse_references(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """See `wsync.Transport`. What torch's allocator gave can be exported unless its segments are expandable."""
+        devices = {tensor.device for tensor in tensors}
+        if len(devices) != 1 or not tensors[0].is_cuda:
+            return f"the trainer's weights are on {sorted(map(str, devices))}: not on one CUDA device"
+        try:
+            DeviceExporter(tensors[0].device).segments([start for start in addresses(tensors) if start])
+        except TransportError as error:
+            return str(error)
+        return None
+
     def sender(
         self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
     ) -> SlotSender:
         """See `wsync.Transport`. Raises `UnsupportedError` for weights that are not on a CUDA device."""
         if device.type != "cuda":
             raise UnsupportedError(f"cuda_ipc shares slots on a CUDA device; the trainer's weights are on {device}")
-        handle, slots = allocate(device, slot_bytes, num_slots)
+        handle, memory = allocate(device, slot_bytes, num_slots) if num_slots else (b"", None)
+        slots = () if memory is None else cut_slots(memory, slot_bytes, num_slots)
         with torch.cuda.device(device):
-            memory = _Written(slots, device)
-            events = [event.ipc_handle().hex() for event in memory.filled]
+            written = _Written(slots, device)
+            events = [event.ipc_handle().hex() for event in written.filled]
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         welcome = Welcome(facts=(uuid, handle.hex(), slot_bytes, *events))
         listener = Listener(*listen_here(self.name, generation), receivers)
-        return SlotSender(listener, Ring(slot_bytes, num_slots, receivers), welcome, memory)
+        return SlotSender(listener, Ring(slot_bytes, num_slots, receivers), welcome, written, DeviceExporter(device))
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> SlotReceiver:
         """See `wsync.Transport`. Slots are mapped on this process's device of the same UUID."""
@@ -114,12 +145,16 @@ class CudaIpcTransport:
                     device = device_of(uuid)
                 case _:
                     raise PeerError("the sender gave no device memory")
-            slots = open_exported(device, _bytes_of(handle), slot_bytes, len(events))
+            num_slots = len(events) - 1  # the last one is for what is handed over
+            slots: Sequence[torch.Tensor] = ()
+            if num_slots:
+                shared = open_exported(device, _bytes_of(handle), memory_bytes(slot_bytes, num_slots))
+                slots = cut_slots(shared, slot_bytes, num_slots)
             with torch.cuda.device(device):
                 memory = _Read(slots, device, events)
                 with suppress(PeerError):  # it has left already: the first bucket will say so
                     link.send(("slots", *(event.ipc_handle().hex() for event in memory.read)), deadline)
-            return SlotReceiver(link, memory)
+            return SlotReceiver(link, memory, _Mapping(device))
         except BaseException:
             link.close()
             raise

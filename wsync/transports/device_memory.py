@@ -1,7 +1,8 @@
-"""Device memory that another process of the same device can map: plain allocations, outside every torch allocator.
+"""Device memory that processes of the same device share.
 
-What torch's allocator gives can be exported under some settings only, and never out of an engine's own pools; memory
-of our own always can. It is freed, or unmapped, when the last tensor on it is dropped.
+Slots are plain allocations, outside every torch allocator: what torch's allocator gives can be exported under some
+settings only, and never out of an engine's own pools; memory of our own always can. It is freed, or unmapped, when the
+last tensor on it is dropped.
 """
 
 import weakref
@@ -12,17 +13,18 @@ import torch
 
 from wsync.errors import TransportError
 from wsync.extras import importing
+from wsync.transports.references import Segment
 
 HANDLE_BYTES = 64
 
 
-def allocate(device: torch.device, slot_bytes: int, num_slots: int) -> tuple[bytes, Sequence[torch.Tensor]]:
-    """A handle for other processes, and `num_slots` slots: uint8 `[slot_bytes]` each, 256 bytes aligned.
+def allocate(device: torch.device, slot_bytes: int, num_slots: int) -> tuple[bytes, torch.Tensor]:
+    """A handle for other processes, and memory for `num_slots` slots: see `cut_slots`.
 
     Raises `TransportError` saying what is free if the memory cannot be had, or cannot be exported from here.
     """
     runtime = _runtime()
-    nbytes = _stride(slot_bytes) * num_slots
+    nbytes = memory_bytes(slot_bytes, num_slots)
     with torch.cuda.device(device):
         free, total = torch.cuda.mem_get_info()
         code, address = runtime.cudaMalloc(nbytes)
@@ -35,11 +37,17 @@ def allocate(device: torch.device, slot_bytes: int, num_slots: int) -> tuple[byt
         code, handle = runtime.cudaIpcGetMemHandle(address)
         if code:
             raise TransportError(f"device memory cannot be exported from this process: {_name(code)}")
-    return bytes(handle.reserved), owner.slots(slot_bytes, num_slots)
+    return bytes(handle.reserved), owner.whole()
 
 
-def open_exported(device: torch.device, handle: bytes, slot_bytes: int, num_slots: int) -> Sequence[torch.Tensor]:
-    """The same slots in another process, mapped on `device`, from which they will be read.
+def cut_slots(memory: torch.Tensor, slot_bytes: int, num_slots: int) -> Sequence[torch.Tensor]:
+    """The slots in memory of `allocate`, in any process."""
+    stride = _stride(slot_bytes)
+    return [memory[index * stride : index * stride + slot_bytes] for index in range(num_slots)]
+
+
+def open_exported(device: torch.device, handle: bytes, nbytes: int) -> torch.Tensor:
+    """The memory behind `handle`, uint8 `[nbytes]`, mapped on `device`, from which it will be read.
 
     Raises `TransportError` if the driver or the container does not allow it.
     """
@@ -53,8 +61,57 @@ def open_exported(device: torch.device, handle: bytes, slot_bytes: int, num_slot
                 f"another process's device memory cannot be mapped on {device}: {_name(code)}. Containers must share "
                 f"an IPC namespace for it"
             )
-        owner = _Memory(device, address, _stride(slot_bytes) * num_slots, runtime.cudaIpcCloseMemHandle)
-    return owner.slots(slot_bytes, num_slots)
+        return _Memory(device, address, nbytes, runtime.cudaIpcCloseMemHandle).whole()
+
+
+class DeviceExporter:
+    """Memory that torch's allocator gave, for other processes. See `wsync.transports.references.Exporter`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._ids: dict[Segment, int | None] = {}
+
+    def segments(self, starts: Sequence[int]) -> Sequence[Segment]:
+        """See `Exporter`. Allocations of expandable segments, and those of engines' pools, cannot be exported."""
+        runtime, driver = _runtime(), _driver()
+        known: list[Segment] = []
+        found: dict[int, Segment] = {}
+        with torch.cuda.device(self._device):
+            for start in sorted(set(starts)):
+                last = known[-1] if known else None
+                if last is None or not last.start <= start < last.start + last.nbytes:
+                    last = _exported(runtime, driver, start)
+                    known.append(last)
+                found[start] = last
+            self._ids = {segment: _buffer_id(driver, segment) for segment in known}
+        return [found[start] for start in starts]
+
+    def intact(self, segments: Sequence[Segment]) -> bool:
+        """See `Exporter`. Addresses come back: the driver numbers its allocations."""
+        driver = _driver()
+        with torch.cuda.device(self._device):
+            return all(_buffer_id(driver, segment) == self._ids.get(segment) for segment in segments)
+
+
+def _exported(runtime: Any, driver: Any, start: int) -> Segment:
+    """The allocation that holds address `start`."""
+    code, base, nbytes = driver.cuMemGetAddressRange(start)
+    handle = None
+    if not code:
+        code, handle = runtime.cudaIpcGetMemHandle(int(base))
+    if handle is None or code:
+        raise TransportError(
+            f"device memory at {start:#x} cannot be exported from this process: {_name(code)}. Memory of expandable "
+            f"segments and of an engine's own pools never can"
+        )
+    return Segment(bytes(handle.reserved).hex(), int(base), int(nbytes))
+
+
+def _buffer_id(driver: Any, segment: Segment) -> int | None:
+    code, number = driver.cuPointerGetAttribute(
+        driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID, segment.start
+    )
+    return None if code else int(number)
 
 
 def device_of(uuid: str) -> torch.device:
@@ -82,16 +139,19 @@ class _Memory:
         }
         weakref.finalize(self, _release, device, address, release).atexit = False  # the driver does it then
 
-    def slots(self, slot_bytes: int, num_slots: int) -> Sequence[torch.Tensor]:
-        """Views that keep this object alive."""
-        whole = torch.as_tensor(self, device=self._device)
-        starts = range(0, _stride(slot_bytes) * num_slots, _stride(slot_bytes) or 1)
-        return [whole[start : start + slot_bytes] for start in starts]
+    def whole(self) -> torch.Tensor:
+        """All of it: views keep this object alive."""
+        return torch.as_tensor(self, device=self._device)
 
 
 def _release(device: torch.device, address: int, release: Any) -> None:
     with torch.cuda.device(device):
         release(address)
+
+
+def memory_bytes(slot_bytes: int, num_slots: int) -> int:
+    """Bytes that `num_slots` slots take, each aligned to 256 bytes."""
+    return _stride(slot_bytes) * num_slots
 
 
 def _stride(slot_bytes: int) -> int:
@@ -106,3 +166,9 @@ def _runtime() -> Any:
     with importing("cuda", "cuda_ipc"):
         from cuda.bindings import runtime
     return runtime
+
+
+def _driver() -> Any:
+    with importing("cuda", "cuda_ipc"):
+        from cuda.bindings import driver
+    return driver

@@ -268,7 +268,8 @@ class InprocReceiver:
 
             channel.wait(done, deadline, lambda: f"the sender to commit bucket {bucket.index}")
             item = channel.items[sequence]
-            check_order(sequence, item.index, sequence, bucket, channel.slot_bytes)
+            in_slot = isinstance(item.payload, torch.Tensor)
+            check_order(sequence, item.index, sequence, bucket, channel.slot_bytes if in_slot else bucket.nbytes)
         _wait_for(item.written)
         return item
 
@@ -278,6 +279,10 @@ class InprocTransport:
 
     name = "inproc"
     by_reference = True
+
+    def refuse_references(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """See `wsync.Transport`. Threads see all memory of their process."""
+        return None
 
     def refuse(self, topology: Topology) -> str | None:
         """See `wsync.Transport`."""

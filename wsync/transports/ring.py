@@ -27,7 +27,12 @@ class Ring:
         self._acquired = False
 
     def acquire(self) -> tuple[int, int]:
-        """The slot to fill next, and the count that every receiver must have released before that."""
+        """The slot to fill next, and the count that every receiver must have released before that.
+
+        Raises `ProtocolError` if there are no slots.
+        """
+        if not self._last_use:
+            raise ProtocolError("this sender was made without slots: it hands over what the trainer has")
         slot = self._slots_taken % len(self._last_use)
         return slot, self._last_use[slot]
 

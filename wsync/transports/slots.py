@@ -1,11 +1,13 @@
 """A ring of slots that processes of one host share, whatever memory the slots lie in.
 
     sender --commit(number, bucket)--> every receiver      over one Unix socket each
+           --refer(number, bucket)--->
            <--release(number)---------
            <--fail(message, traceback)
 
-Bytes are written once by the producer and read in place by every receiver. Frames are a few bytes, whatever a bucket
-holds. Death of either side shows on the socket at once; whoever is stopped is given up at the deadline.
+Bytes are written once by the producer and read in place by every receiver, or read where the trainer has them: see
+`wsync.transports.references`. Frames are a few bytes, whatever a bucket holds. Death of either side shows on the socket
+at once; whoever is stopped is given up at the deadline.
 """
 
 import os
@@ -22,7 +24,12 @@ from wsync.protocols import Ticket
 from wsync.transports.link import Link, wait_any
 from wsync.transports.listener import Listener, Welcome
 from wsync.transports.receivers import Receivers, unknown
+from wsync.transports.references import Descriptions, Exporter, Importer, Openings
 from wsync.transports.ring import Ring, check_order, failure_of
+from wsync.views import Views
+
+BY_REFERENCE = -1
+"""Stands for the place of a bucket that was handed over, where a slot is asked for."""
 
 _FRAME_TIMEOUT_S = 10.0
 _FAIL_TIMEOUT_S = 1.0
@@ -31,7 +38,8 @@ _FAIL_TIMEOUT_S = 1.0
 class SlotMemory:
     """The slots as one of the processes sees them, and what orders its device's work with that of the others.
 
-    Host memory needs no order beyond that of the frames. Slots are counted from 0.
+    Host memory needs no order beyond that of the frames. Slots are counted from 0; `BY_REFERENCE` is a slot in which
+    the trainer's own tensors lie.
 
     Attributes:
         slots: uint8 `[slot_bytes]` each.
@@ -68,11 +76,15 @@ class SlotMemory:
 class SlotSender:
     """Meets `wsync.Sender`. `close` may be called from any thread, the rest from one at a time."""
 
-    by_reference = False
-
-    def __init__(self, listener: Listener, ring: Ring, welcome: Welcome, memory: SlotMemory) -> None:
-        """Takes over the listener, the memory and the descriptor in `welcome`."""
+    def __init__(
+        self, listener: Listener, ring: Ring, welcome: Welcome, memory: SlotMemory, exporter: Exporter | None = None
+    ) -> None:
+        """Takes over the listener, the memory and the descriptor in `welcome`. Without `exporter` nothing is handed
+        over."""
         self._listener, self._ring, self._welcome, self._memory = listener, ring, welcome, memory
+        self._descriptions = None if exporter is None else Descriptions(exporter)
+        self.by_reference = exporter is not None
+        self._handed = list[Views]()
         self._receivers = Receivers()
         self._closed = False
         self._using = threading.RLock()
@@ -113,24 +125,35 @@ class SlotSender:
     def commit(self, bucket: Bucket) -> None:
         """See `wsync.Sender`. Raises `PeerError` if a receiver is gone."""
         with self._using:
-            receivers = self._receivers
-            self._check(alive=receivers.links)
+            self._check(alive=self._receivers.links)
             slot, _ = self._ring.acquire()
             frame = ("commit", self._ring.commit(bucket), bucket.index)
             self._memory.after_write(slot)
-            if lost := receivers.tell(frame, Deadline.after(_FRAME_TIMEOUT_S)):
-                self._hear()
-                receivers.lose(lost)
-            self._check(alive=receivers.links)
+            self._tell(frame)
 
     def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
-        """Not here: raises `UnsupportedError`."""
-        raise UnsupportedError("this transport cannot hand tensors over: receivers see its slots only")
+        """See `wsync.Sender`. Raises `TransportError` if they lie in memory that no other process can open."""
+        if self._descriptions is None:
+            raise UnsupportedError("this transport cannot hand tensors over: receivers see its slots only")
+        if len(tensors) != len(bucket.tensors):
+            raise ProtocolError(
+                f"bucket {bucket.index} has {len(bucket.tensors)} tensors; {len(tensors)} were handed over"
+            )
+        with self._using:
+            self._check(alive=self._receivers.links)
+            views = Views.of(tensors)
+            description = self._descriptions.frames(bucket, views)
+            self._handed.append(views)  # copies among them live as long as somebody reads them
+            self._memory.after_write(BY_REFERENCE)
+            self._tell(*description, ("refer", self._ring.hand_over(), bucket.index))
 
     def drain(self, deadline: Deadline) -> None:
         """See `wsync.Sender`."""
         with self._using:
             self._wait(self._ring.published, (), deadline)
+            if self._handed:
+                self._memory.before_write(BY_REFERENCE)
+            self._handed.clear()
 
     def close(self) -> None:
         """See `wsync.Sender`. Slots that are still referenced stay mapped until they are dropped."""
@@ -147,9 +170,18 @@ class SlotSender:
             if self._welcome.fd is not None:
                 os.close(self._welcome.fd)
             self._memory.close()
+            self._handed.clear()
 
     def __del__(self) -> None:
         self.close()
+
+    def _tell(self, *frames: tuple[object, ...]) -> None:
+        receivers = self._receivers
+        for frame in frames:
+            if lost := receivers.tell(frame, Deadline.after(_FRAME_TIMEOUT_S)):
+                self._hear()
+                receivers.lose(lost)
+            self._check(alive=receivers.links)
 
     def _wait(self, count: int, alive: Collection[int], deadline: Deadline) -> None:
         while True:
@@ -187,18 +219,21 @@ class SlotSender:
 class SlotReceiver:
     """Meets `wsync.Receiver`. `fail` and `close` may be called from any thread, also while `buckets` waits."""
 
-    def __init__(self, link: Link, memory: SlotMemory) -> None:
-        """Takes over the link and the memory."""
+    def __init__(self, link: Link, memory: SlotMemory, importer: Importer | None = None) -> None:
+        """Takes over the link and the memory. Without `importer` nothing is taken that was handed over."""
         self._link, self._memory = link, memory
+        self._openings = None if importer is None else Openings(importer)
         self._next = 0
+        self._slots_read = 0
         self._closed = False
         self._using = threading.RLock()
 
     def buckets(self, plan: Plan, deadline: Deadline) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
         """See `wsync.Receiver`. Every receiver of a sender maps the same memory: read the tensors only."""
         for bucket in plan.buckets:
-            yield bucket, plan.views(bucket, self._receive(bucket, deadline.restart()))
-            self._release(deadline.restart())
+            slot = self._receive(bucket, deadline.restart())
+            yield bucket, self._views(plan, bucket, slot)
+            self._release(slot, deadline.restart())
 
     def fail(self, message: str) -> None:
         """See `wsync.Receiver`."""
@@ -214,33 +249,47 @@ class SlotReceiver:
         with self._using:
             self._link.close()
             self._memory.close()
+            if self._openings is not None:
+                self._openings.close()
 
     def __del__(self) -> None:
         self.close()
 
-    def _receive(self, bucket: Bucket, deadline: Deadline) -> torch.Tensor:
+    def _receive(self, bucket: Bucket, deadline: Deadline) -> int:
         """The slot that holds `bucket`."""
         with self._using:
             while True:
                 if self._closed:
                     raise ClosedError("this receiver was closed")
                 frame = self._link.receive()
-                if frame is not None:
+                if frame is None:
+                    wait_any(self._link.filenos(), deadline, f"the sender to commit bucket {bucket.index}")
+                elif self._openings is None or not self._openings.hear(frame):
                     break
-                wait_any(self._link.filenos(), deadline, f"the sender to commit bucket {bucket.index}")
+            slots = self._memory.slots
             match frame:
-                case ("commit", sequence, index):
-                    check_order(sequence, index, self._next, bucket, self._memory.slots[0].numel())
+                case ("commit", sequence, index) if slots:
+                    check_order(sequence, index, self._next, bucket, slots[0].numel())
+                    slot = self._slots_read % len(slots)
+                    self._slots_read += 1
+                case ("refer", sequence, index) if self._openings is not None:
+                    check_order(sequence, index, self._next, bucket, bucket.nbytes)
+                    slot = BY_REFERENCE
                 case _:
                     raise ProtocolError(f"the sender sent an unknown frame {str(frame[0])[:20]!r}")
-            slot = self._next % len(self._memory.slots)
             self._memory.before_read(slot)
-            return self._memory.slots[slot]
+            return slot
 
-    def _release(self, deadline: Deadline) -> None:
+    def _views(self, plan: Plan, bucket: Bucket, slot: int) -> Views:
+        if slot == BY_REFERENCE:
+            assert self._openings is not None
+            return self._openings.views(bucket)
+        return plan.views(bucket, self._memory.slots[slot])
+
+    def _release(self, slot: int, deadline: Deadline) -> None:
         with self._using:
             if self._closed:
                 raise ClosedError("this receiver was closed")
-            self._memory.after_read(self._next % len(self._memory.slots))
+            self._memory.after_read(slot)
             self._link.send(("release", self._next), deadline)
             self._next += 1

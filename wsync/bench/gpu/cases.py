@@ -3,7 +3,7 @@
 import gc
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +18,10 @@ from wsync.bench.gpu.outcome import Limit, Outcome, cast, copies, in_turn
 from wsync.bench.samples import Way
 from wsync.config import MIB
 from wsync.session import Session
+from wsync.transports.cuda_ipc import CudaIpcTransport
 
 ROUNDS = 12
+_BUCKET_BYTES = 256 * MIB
 COPY, TWO_COPIES, CAST, LOADER = "device copy", "two device copies", "one cast", "load_weights"
 FLATTENED = "flattened_bucket"
 EACH, PACKED = "IPC each", "IPC packed"
@@ -57,6 +59,7 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
             else:
                 references[CAST] = cast(numel, actor_dtype, torch.bfloat16)
             outcome.samples = in_turn(session.sync, references, ROUNDS)
+            outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)
             del references
             _free()
             _check_tokens(outcome, session, actor, engine)
@@ -72,7 +75,15 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
     return outcome
 
 
-def from_another_process(name: str, start: Callable[[Path, str], Any], buckets: int, slots: int) -> Outcome:
+class _Slots(CudaIpcTransport):
+    """Goes the way of trainers whose tensors cannot be read in place."""
+
+    def refuse_references(self, tensors: Sequence[torch.Tensor]) -> str | None:
+        """Always."""
+        return "this case is about slots"
+
+
+def from_another_process(name: str, start: Callable[[Path, str], Any], transport: CudaIpcTransport) -> Outcome:
     """A module into an engine with processes of its own, over CUDA IPC."""
     with tempfile.TemporaryDirectory() as folder:
         config = models.config_of(models.DENSE, torch.bfloat16)
@@ -81,27 +92,31 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], buckets: 
         is_vllm = start is engines.start_vllm
         rivals = (EACH, PACKED) if is_vllm else (FLATTENED,)
         limits = tuple(Limit(reference=rival, factor=1.0) for rival in rivals)
-        if is_vllm:
+        in_place = not isinstance(transport, _Slots)
+        if is_vllm and in_place:
             limits = (Limit(reference=TWO_COPIES, factor=1.3), *limits)
         outcome = _outcome(name, actor, torch.bfloat16, limits)
         _free()
         free = torch.cuda.mem_get_info()[0]
-        settings = wsync.SyncConfig(transport="cuda_ipc", bucket_bytes=buckets * MIB, num_slots=slots)
+        settings = wsync.SyncConfig(transport=transport, bucket_bytes=_BUCKET_BYTES, num_slots=2)
         with wsync.connect(actor, engine, config=settings) as session:
-            session.sync()
-            outcome.facts["device bytes taken"] = free - torch.cuda.mem_get_info()[0]
+            outcome.checks["goes the way of this case"] = ("read where the trainer" in session.explain()) is in_place
+            for _ in range(2):
+                session.sync()
+            taken = free - torch.cuda.mem_get_info()[0]
+            outcome.facts["device bytes taken"] = taken
+            outcome.checks["takes at most 2 buckets and 64 MiB"] = taken <= 2 * _BUCKET_BYTES + 64 * MIB
             references: dict[str, Way] = {TWO_COPIES: copies(outcome.nbytes, 2)}
             if is_vllm:
                 references[EACH] = lambda: loops.send_each(engine, actor)
-                references[PACKED] = lambda: loops.send_packed(engine, actor, buckets * MIB)
+                references[PACKED] = lambda: loops.send_packed(engine, actor, _BUCKET_BYTES)
             else:
-                references[FLATTENED] = lambda: loops.send_flattened(engine, actor, buckets * MIB)
+                references[FLATTENED] = lambda: loops.send_flattened(engine, actor, _BUCKET_BYTES)
             outcome.samples = in_turn(session.sync, references, ROUNDS)
             outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)
             del references
             _free()
             _check_tokens(outcome, session, actor, engine)
-        outcome.facts["buckets"] = f"{slots} x {buckets} MiB"
         if not is_vllm:
             engine.shutdown()
     return outcome
@@ -193,13 +208,13 @@ CASES: Mapping[str, Case] = {
     ),
     "vllm-ipc": Case(
         about="another process to vLLM over CUDA IPC, dense 7B",
-        run=lambda name: from_another_process(name, engines.start_vllm, 256, 2),
+        run=lambda name: from_another_process(name, engines.start_vllm, CudaIpcTransport()),
         needs="vllm",
         separate=True,
     ),
-    "vllm-ipc-4g": Case(
-        about="the same, 2 slots of 4 GiB",
-        run=lambda name: from_another_process(name, engines.start_vllm, 4096, 2),
+    "vllm-ipc-slots": Case(
+        about="the same in buckets, 2 slots of 256 MiB",
+        run=lambda name: from_another_process(name, engines.start_vllm, _Slots()),
         needs="vllm",
         separate=True,
     ),
@@ -211,7 +226,7 @@ CASES: Mapping[str, Case] = {
     "vllm-200": Case(about="200 syncs hold nothing more", run=steady, needs="vllm"),
     "sglang-ipc": Case(
         about="another process to SGLang over CUDA IPC, dense 7B",
-        run=lambda name: from_another_process(name, engines.start_sglang, 256, 2),
+        run=lambda name: from_another_process(name, engines.start_sglang, CudaIpcTransport()),
         needs="sglang",
         separate=True,
     ),
