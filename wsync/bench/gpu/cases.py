@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.bench.gpu import engines, loops, models
-from wsync.bench.gpu.checks import check_tokens, free, held, outcome_of
+from wsync.bench.gpu import engines, loops, lora, models
+from wsync.bench.gpu.checks import check_tokens, free, held, load_directly, outcome_of
 from wsync.bench.gpu.moonshot import beside_moonshot
-from wsync.bench.gpu.outcome import Limit, Outcome, cast, copies, in_turn
+from wsync.bench.gpu.outcome import COPY, Limit, Outcome, cast, copies, in_turn
 from wsync.bench.samples import Way
 from wsync.config import MIB
 
 ROUNDS = 12
-COPY, TWO_COPIES, CAST, LOADER = "device copy", "two device copies", "one cast", "load_weights"
+TWO_COPIES, CAST, LOADER = "two device copies", "one cast", "load_weights"
 FLATTENED = "flattened_bucket"
 EACH, PACKED = "IPC each", "IPC packed"
 
@@ -49,7 +49,7 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
         outcome = outcome_of(name, actor, torch.bfloat16, limits)
         places = {key: tensor.data_ptr() for key, tensor in model.named_parameters()}
         with wsync.connect(actor, engine) as session:
-            references = {LOADER: lambda: _load(engine, model, actor)}
+            references = {LOADER: lambda: load_directly(engine, model, models.engine_side(actor))}
             numel = outcome.nbytes // 2
             if actor_dtype == torch.bfloat16:
                 references[COPY] = copies(outcome.nbytes, 1)
@@ -60,7 +60,7 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
             free()
             check_tokens(outcome, session, actor, engine)
             got = {key: tensor.clone() for key, tensor in model.named_parameters()}
-            _load(engine, model, actor)
+            load_directly(engine, model, models.engine_side(actor))
             outcome.checks["bytes as from load_weights"] = all(
                 torch.equal(tensor.view(torch.uint8), got[key].view(torch.uint8))
                 for key, tensor in model.named_parameters()
@@ -211,6 +211,13 @@ CASES: Mapping[str, Case] = {
     "vllm-graphs": Case(about="CUDA graphs answer with new weights", run=captured, needs=("vllm",)),
     "vllm-sleep": Case(about="sleep level 2, wake, sync", run=asleep, needs=("vllm",)),
     "vllm-200": Case(about="200 syncs hold nothing more", run=steady, needs=("vllm",)),
+    "vllm-lora": Case(
+        about="LoRA of rank 16 on a dense 7B, merged, to vLLM in one process",
+        run=lambda name: lora.merged(name, ROUNDS),
+        needs=("vllm", "peft"),
+    ),
+    "vllm-adapter": Case(about="the adapter alone", run=lora.alone, needs=("vllm", "peft")),
+    "vllm-adapter-base": Case(about="merged weights where adapters go, too", run=lora.both, needs=("vllm", "peft")),
     "sglang-ipc": Case(
         about="another process to SGLang over CUDA IPC, dense 7B",
         run=lambda name: from_another_process(name, engines.start_sglang, 256, 2),
@@ -218,12 +225,3 @@ CASES: Mapping[str, Case] = {
         separate=True,
     ),
 }
-
-
-@torch.no_grad()
-def _load(engine: Any, model: Any, actor: nn.Module) -> None:
-    """vLLM's own loader, called directly."""
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(engine.llm_engine.vllm_config):
-        model.load_weights(models.engine_side(actor))

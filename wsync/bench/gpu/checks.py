@@ -2,7 +2,7 @@
 
 import gc
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -41,6 +41,15 @@ def check_tokens(
         expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
         answers.append(engines.answers_of(engine, request))
         outcome.checks[f"tokens of weights {seed}"] = answers[-1] == expected and answers[-1] not in answers[:-1]
+
+
+@torch.no_grad()
+def load_directly(engine: Any, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """By vLLM's own loader, into the `model` of an `engine` in this process."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(engine.llm_engine.vllm_config):
+        model.load_weights(weights)
 
 
 def held() -> dict[str, int]:

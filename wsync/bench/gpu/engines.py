@@ -21,13 +21,15 @@ def start_vllm(
     *,
     eager: bool = True,
     sleep: bool = False,
+    dummy: bool = True,
     adapters_of_rank: int = 0,
     extension: str = "wsync.bench.gpu.loops.LoopExtension",
 ) -> Any:
     """`vllm.LLM`. Whether its core is in this process is up to `VLLM_ENABLE_V1_MULTIPROCESSING`.
 
     Args:
-        folder: a checkpoint folder without weights.
+        folder: a checkpoint folder.
+        dummy: start with random weights; the folder needs none.
         adapters_of_rank: highest rank of LoRA adapters that it takes; 0: none.
         extension: of its workers; one of wsync's is a base of it.
     """
@@ -37,7 +39,7 @@ def start_vllm(
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        load_format="dummy",
+        load_format="dummy" if dummy else "auto",
         dtype=dtype,
         enforce_eager=eager,
         enable_sleep_mode=sleep,
