@@ -204,7 +204,10 @@ def _opaque(model: torch.nn.Module) -> Iterator[Any]:
 def _load_below(layer: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
-    loaded: Iterable[str] = AutoWeightsLoader(layer.base_layer).load_weights(weights)
+    # Fused layers have a loader of their own, which knows the parts.
+    below = layer.base_layer
+    load = below.load_weights if hasattr(below, "load_weights") else AutoWeightsLoader(below).load_weights
+    loaded: Iterable[str] = load(weights)
     return loaded
 
 

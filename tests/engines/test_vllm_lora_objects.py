@@ -29,6 +29,16 @@ class Knowing(Around):
         return AutoWeightsLoader(self.base_layer).load_weights(weights)
 
 
+class Fused(nn.Linear):
+    """A layer below with a loader of its own."""
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+        for _, part in weights:
+            self.weight.copy_(torch.cat([part, part]))
+        return set()
+
+
 class AutoWeightsLoader:
     """As vLLM's: down by names, and by a child's own `load_weights` where it has one."""
 
@@ -85,6 +95,13 @@ def test_weights_below_a_layer_that_takes_adapters_are_found(kind: type[Around])
     found = dict(target.named_parameters())
     assert torch.equal(found["taking.base_layer.weight"], weight)
     assert torch.equal(found["plain.weight"], -weight)
+
+
+def test_a_fused_layer_below_loads_its_parts_itself() -> None:
+    target, part = nn.ModuleDict({"taking": Around(Fused(2, 4))}), torch.randn(2, 2)
+    with vllm_lora.loadable(worker(object()), target):
+        AutoWeightsLoader(target).load_weights([("taking.weight", part)])
+    assert torch.equal(target.get_parameter("taking.base_layer.weight"), torch.cat([part, part]))
 
 
 def test_nothing_of_it_stays() -> None:
