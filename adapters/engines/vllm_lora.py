@@ -9,6 +9,8 @@ the last one.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +48,22 @@ def drop(vllm_worker: Any) -> None:
     """Forget the adapter of the last sync: the base weights that it belongs to are replaced."""
     if vllm_worker.vllm_config.lora_config is not None:
         _manager(vllm_worker).remove_adapter(ADAPTER_ID)
+
+
+@contextmanager
+def loadable(vllm_worker: Any, model: torch.nn.Module) -> Iterator[None]:
+    """Context in which vLLM's loader finds the weights below layers that take adapters.
+
+    Checkpoints name the layers below, and the loader of vLLM 0.26 does not look there.
+    """
+    around = [] if vllm_worker.vllm_config.lora_config is None else list(_opaque(model))
+    for layer in around:
+        layer.load_weights = partial(_load_below, layer)
+    try:
+        yield
+    finally:
+        for layer in around:
+            del layer.load_weights
 
 
 def is_adapter(specs: Sequence[TensorSpec]) -> bool:
@@ -163,14 +181,34 @@ def _manager(vllm_worker: Any) -> Any:
 
 
 def _named(manager: Any, layer: str) -> str:
-    """vLLM's name of a layer of a file."""
+    """vLLM's name of a layer of a file: parts of a fused layer keep theirs."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
-    mapper: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
-    # vLLM 0.26 renames by the whole mapper.
-    renaming = mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper
+    renaming: Any = getattr(manager.model, "hf_to_vllm_mapper", None)
+    for without_fusing in ("get_rename_mapper", "get_unstacked_mapper"):  # the latter in vLLM 0.26
+        if hasattr(renaming, without_fusing):
+            renaming = getattr(renaming, without_fusing)()
+            break
     name: str = parse_fine_tuned_lora_name(f"{layer}.{_FACTORS[0]}", renaming)[0]
     return name
+
+
+def _opaque(model: torch.nn.Module) -> Iterator[Any]:
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    for module in model.modules():
+        if isinstance(module, BaseLayerWithLoRA) and not hasattr(module, "load_weights"):
+            yield module
+
+
+def _load_below(layer: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    # Fused layers have a loader of their own, which knows the parts.
+    below = layer.base_layer
+    load = below.load_weights if hasattr(below, "load_weights") else AutoWeightsLoader(below).load_weights
+    loaded: Iterable[str] = load(weights)
+    return loaded
 
 
 def _sizes(manager: Any) -> Mapping[str, tuple[int, int] | None]:

@@ -132,7 +132,7 @@ class VLLMLoader:
         """vLLM's own loader. Outside of an attempt a repacked model is rehearsed on stand-ins."""
         model: Any = self._model()
         stand_ins = self._rehearsal()
-        with self._context():
+        with self._context(), vllm_lora.loadable(self.worker(), model):
             if stand_ins is None:
                 model.load_weights(weights)
             elif self._reloading:

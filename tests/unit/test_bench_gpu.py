@@ -45,6 +45,16 @@ def test_only_cases_whose_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> No
         suite.choose(["sglang-ipc", "vllm-dense"])
 
 
+def test_a_rival_that_is_not_installed_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "checkpoint_engine" else object())
+    chosen = suite.choose(None)
+    assert "vllm-moonshot" not in chosen
+    assert suite.left_out(chosen) == ["left out: vllm-moonshot; pip install checkpoint-engine"]
+    with pytest.raises(ConfigError, match="need checkpoint_engine: not installed"):
+        suite.choose(["vllm-dense", "vllm-moonshot"])
+
+
 def test_a_case_that_takes_too_long_is_ended_and_is_a_row_that_is_not_right() -> None:
     result = suite.measure("vllm-dense", TIMEOUT_S)
     assert result["ok"] is False

@@ -74,6 +74,8 @@ def _run_gpu_suite(options: argparse.Namespace) -> int:
         _check_gpu_options(options)
     except WsyncError as error:
         return _misused(error)
+    for line in [] if options.case else suite.left_out(names):
+        print(line, file=sys.stderr)
     results = []
     for number, name in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)

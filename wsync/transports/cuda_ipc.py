@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wsync.deadline import Deadline
-from wsync.errors import PeerError, ProtocolError, TransportError, UnsupportedError
+from wsync.errors import PeerError, ProtocolError, TransportError, UnsupportedError, WsyncError
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
 from wsync.traits import addresses
@@ -25,10 +25,13 @@ from wsync.transports.device_memory import (
     device_of,
     memory_bytes,
     open_exported,
+    refusals,
 )
 from wsync.transports.listener import Listener, Welcome, connect, listen_here
-from wsync.transports.ring import Ring
+from wsync.transports.ring import Ring, failure_of
 from wsync.transports.slots import BY_REFERENCE, SlotMemory, SlotReceiver, SlotSender
+
+_FAIL_TIMEOUT_S = 1.0
 
 
 class _Written(SlotMemory):
@@ -123,21 +126,29 @@ class CudaIpcTransport:
     def sender(
         self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
     ) -> SlotSender:
-        """See `wsync.Transport`. Raises `UnsupportedError` for weights that are not on a CUDA device."""
+        """See `wsync.Transport`.
+
+        Raises:
+            UnsupportedError: the weights are not on a CUDA device.
+            TransportError: too little memory, or nothing can be exported from this process.
+        """
         if device.type != "cuda":
             raise UnsupportedError(f"cuda_ipc shares slots on a CUDA device; the trainer's weights are on {device}")
         handle, memory = allocate(device, slot_bytes, num_slots) if num_slots else (b"", None)
         slots = () if memory is None else cut_slots(memory, slot_bytes, num_slots)
         with torch.cuda.device(device):
             written = _Written(slots, device)
-            events = [event.ipc_handle().hex() for event in written.filled]
+            events = [_exported(event) for event in written.filled]
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         welcome = Welcome(facts=(uuid, handle.hex(), slot_bytes, *events))
         listener = Listener(*listen_here(self.name, generation), receivers)
         return SlotSender(listener, Ring(slot_bytes, num_slots, receivers), welcome, written, DeviceExporter(device))
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> SlotReceiver:
-        """See `wsync.Transport`. Slots are mapped on this process's device of the same UUID."""
+        """See `wsync.Transport`. Slots are mapped on this process's device of the same UUID.
+
+        Raises `TransportError` if it is not visible, or the memory cannot be mapped. The sender hears of it.
+        """
         link, welcome = connect(ticket, index, deadline)
         try:
             match welcome.facts:
@@ -153,9 +164,12 @@ class CudaIpcTransport:
             with torch.cuda.device(device):
                 memory = _Read(slots, device, events)
                 with suppress(PeerError):  # it has left already: the first bucket will say so
-                    link.send(("slots", *(event.ipc_handle().hex() for event in memory.read)), deadline)
+                    link.send(("slots", *map(_exported, memory.read)), deadline)
             return SlotReceiver(link, memory, _Mapping(device))
-        except BaseException:
+        except BaseException as error:
+            with suppress(WsyncError):
+                words = failure_of(f"{type(error).__name__}: {error}")
+                link.send(("fail", *words), Deadline.after(_FAIL_TIMEOUT_S))
             link.close()
             raise
 
@@ -168,9 +182,17 @@ def _event() -> Any:
     return event
 
 
+def _exported(event: Any) -> str:
+    with refusals("an event cannot be exported from this process"):
+        handle: bytes = event.ipc_handle()
+    return handle.hex()
+
+
 def _opened(device: torch.device, handle: object) -> Any:
     events: Any = torch.cuda.Event
-    return events.from_ipc_handle(device, _bytes_of(handle))
+    raw = _bytes_of(handle)
+    with refusals("another process's event cannot be opened"):
+        return events.from_ipc_handle(device, raw)
 
 
 def _bytes_of(handle: object) -> bytes:

@@ -6,7 +6,8 @@ last tensor on it is dropped.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +18,11 @@ from wsync.transports.references import Segment
 
 HANDLE_BYTES = 64
 
+_CURE = (
+    "CUDA IPC is refused by the driver or by a container. Processes in containers must share an IPC namespace "
+    "(--ipc=host); where the driver has none, run the engine in the trainer's process"
+)
+
 
 def allocate(device: torch.device, slot_bytes: int, num_slots: int) -> tuple[bytes, torch.Tensor]:
     """A handle for other processes, and memory for `num_slots` slots: see `cut_slots`.
@@ -26,9 +32,13 @@ def allocate(device: torch.device, slot_bytes: int, num_slots: int) -> tuple[byt
     runtime = _runtime()
     nbytes = memory_bytes(slot_bytes, num_slots)
     with torch.cuda.device(device):
-        free, total = torch.cuda.mem_get_info()
         code, address = runtime.cudaMalloc(nbytes)
+        if code:  # torch keeps what was freed: that may be enough
+            torch.cuda.empty_cache()
+            code, address = runtime.cudaMalloc(nbytes)
         if code:
+            runtime.cudaGetLastError()  # else it is the next caller's
+            free, total = torch.cuda.mem_get_info()
             raise TransportError(
                 f"{num_slots} slots of {slot_bytes} bytes need {nbytes} bytes on {device}; {free} of {total} bytes "
                 f"were free ({_name(code)}): lower bucket_bytes or num_slots, or let the engine sleep first"
@@ -36,7 +46,8 @@ def allocate(device: torch.device, slot_bytes: int, num_slots: int) -> tuple[byt
         owner = _Memory(device, address, nbytes, runtime.cudaFree)
         code, handle = runtime.cudaIpcGetMemHandle(address)
         if code:
-            raise TransportError(f"device memory cannot be exported from this process: {_name(code)}")
+            runtime.cudaGetLastError()
+            raise TransportError(f"device memory cannot be exported from this process: {_name(code)}. {_CURE}")
     return bytes(handle.reserved), owner.whole()
 
 
@@ -57,9 +68,9 @@ def open_exported(device: torch.device, handle: bytes, nbytes: int) -> torch.Ten
     with torch.cuda.device(device):
         code, address = runtime.cudaIpcOpenMemHandle(exported, runtime.cudaIpcMemLazyEnablePeerAccess)
         if code:
+            runtime.cudaGetLastError()
             raise TransportError(
-                f"another process's device memory cannot be mapped on {device}: {_name(code)}. Containers must share "
-                f"an IPC namespace for it"
+                f"another process's device memory cannot be mapped on {device}: {_name(code)}. {_CURE}"
             )
         return _Memory(device, address, nbytes, runtime.cudaIpcCloseMemHandle).whole()
 
@@ -100,6 +111,7 @@ def _exported(runtime: Any, driver: Any, start: int) -> Segment:
     if not code:
         code, handle = runtime.cudaIpcGetMemHandle(int(base))
     if handle is None or code:
+        runtime.cudaGetLastError()
         raise TransportError(
             f"device memory at {start:#x} cannot be exported from this process: {_name(code)}. Memory of expandable "
             f"segments and of an engine's own pools never can"
@@ -121,8 +133,21 @@ def device_of(uuid: str) -> torch.device:
     """
     seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
     if uuid not in seen:
-        raise TransportError(f"device {uuid} is not visible to this process; it sees {seen}")
+        raise TransportError(
+            f"device {uuid} is not visible to this process; it sees {seen}. Start it with that device in "
+            f"CUDA_VISIBLE_DEVICES, at any place"
+        )
     return torch.device("cuda", seen.index(uuid))
+
+
+@contextmanager
+def refusals(what: str) -> Iterator[None]:
+    """Context in which torch shares something: its error becomes a `TransportError` that says `what` failed."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise TransportError(f"{what}: {reason}. {_CURE}") from error
 
 
 class _Memory:

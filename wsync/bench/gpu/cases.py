@@ -1,7 +1,5 @@
 """The cases. Each is called in a fresh process with a GPU, and tells what it measured and what it saw."""
 
-import gc
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,16 +11,17 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.bench.gpu import engines, loops, memory_case, models
-from wsync.bench.gpu.outcome import Limit, Outcome, cast, copies, in_turn
+from wsync.bench.gpu import engines, loops, lora, memory_case, models
+from wsync.bench.gpu.checks import check_tokens, free, held, load_directly, outcome_of
+from wsync.bench.gpu.moonshot import beside_moonshot
+from wsync.bench.gpu.outcome import COPY, Limit, Outcome, cast, copies, in_turn
 from wsync.bench.samples import Way
 from wsync.config import MIB
-from wsync.session import Session
 from wsync.transports.cuda_ipc import CudaIpcTransport
 
 ROUNDS = 12
 _BUCKET_BYTES = 256 * MIB
-COPY, TWO_COPIES, CAST, LOADER = "device copy", "two device copies", "one cast", "load_weights"
+TWO_COPIES, CAST, LOADER = "two device copies", "one cast", "load_weights"
 FLATTENED = "flattened_bucket"
 EACH, PACKED = "IPC each", "IPC packed"
 
@@ -35,8 +34,8 @@ class Case:
     run: Callable[[str], Outcome]
     """Gets the name of the case."""
 
-    needs: str
-    """The engine's package."""
+    needs: tuple[str, ...]
+    """Packages by the names that they are imported by, the engine's first."""
 
     separate: bool = False
     """Whether the engine has processes of its own."""
@@ -49,10 +48,10 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
         engine = engines.start_vllm(models.make_folder(config, Path(folder)), "bfloat16")
         actor = models.make_actor(models.config_of(shape, actor_dtype), actor_dtype, 1)
         [model] = engine.collective_rpc("get_model")
-        outcome = _outcome(name, actor, torch.bfloat16, limits)
+        outcome = outcome_of(name, actor, torch.bfloat16, limits)
         places = {key: tensor.data_ptr() for key, tensor in model.named_parameters()}
         with wsync.connect(actor, engine) as session:
-            references = {LOADER: lambda: _load(engine, model, actor)}
+            references = {LOADER: lambda: load_directly(engine, model, models.engine_side(actor))}
             numel = outcome.nbytes // 2
             if actor_dtype == torch.bfloat16:
                 references[COPY] = copies(outcome.nbytes, 1)
@@ -61,10 +60,10 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
             outcome.samples = in_turn(session.sync, references, ROUNDS)
             outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)
             del references
-            _free()
-            _check_tokens(outcome, session, actor, engine)
+            free()
+            check_tokens(outcome, session, actor, engine)
             got = {key: tensor.clone() for key, tensor in model.named_parameters()}
-            _load(engine, model, actor)
+            load_directly(engine, model, models.engine_side(actor))
             outcome.checks["bytes as from load_weights"] = all(
                 torch.equal(tensor.view(torch.uint8), got[key].view(torch.uint8))
                 for key, tensor in model.named_parameters()
@@ -95,15 +94,15 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], transport
         in_place = not isinstance(transport, _Slots)
         if is_vllm and in_place:
             limits = (Limit(reference=TWO_COPIES, factor=1.3), *limits)
-        outcome = _outcome(name, actor, torch.bfloat16, limits)
-        _free()
-        free = torch.cuda.mem_get_info()[0]
+        outcome = outcome_of(name, actor, torch.bfloat16, limits)
+        free()
+        free_bytes = torch.cuda.mem_get_info()[0]
         settings = wsync.SyncConfig(transport=transport, bucket_bytes=_BUCKET_BYTES, num_slots=2)
         with wsync.connect(actor, engine, config=settings) as session:
             outcome.checks["goes the way of this case"] = ("read where the trainer" in session.explain()) is in_place
             for _ in range(2):
                 session.sync()
-            taken = free - torch.cuda.mem_get_info()[0]
+            taken = free_bytes - torch.cuda.mem_get_info()[0]
             outcome.facts["device bytes taken"] = taken
             outcome.checks["takes at most 2 buckets and 64 MiB"] = taken <= 2 * _BUCKET_BYTES + 64 * MIB
             references: dict[str, Way] = {TWO_COPIES: copies(outcome.nbytes, 2)}
@@ -115,21 +114,21 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], transport
             outcome.samples = in_turn(session.sync, references, ROUNDS)
             outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)
             del references
-            _free()
-            _check_tokens(outcome, session, actor, engine)
+            free()
+            check_tokens(outcome, session, actor, engine)
         if not is_vllm:
             engine.shutdown()
     return outcome
 
 
 @contextmanager
-def _small(name: str, dtype: torch.dtype, **options: bool) -> Iterator[tuple[Any, nn.Module, Outcome]]:
+def _small(name: str, dtype: torch.dtype, **options: Any) -> Iterator[tuple[Any, nn.Module, Outcome]]:
     """A vLLM of this process with a small model, an actor for it, and the outcome to fill in."""
     with tempfile.TemporaryDirectory() as folder:
         config = models.config_of(models.DENSE, dtype, small=True)
         engine = engines.start_vllm(models.make_folder(config, Path(folder)), str(dtype)[len("torch.") :], **options)
         actor = models.make_actor(config, dtype, 1)
-        yield engine, actor, _outcome(name, actor, dtype, ())
+        yield engine, actor, outcome_of(name, actor, dtype, ())
 
 
 def steady(name: str) -> Outcome:
@@ -137,11 +136,11 @@ def steady(name: str) -> Outcome:
     with _small(name, torch.bfloat16) as (engine, actor, outcome), wsync.connect(actor, engine) as session:
         for _ in range(20):
             session.sync()
-        before = _held()
+        before = held()
         for _ in range(200):
             session.sync()
-        after = _held()
-        _check_tokens(outcome, session, actor, engine)
+        after = held()
+        check_tokens(outcome, session, actor, engine)
     outcome.facts |= {"before": before, "after": after}
     outcome.checks["200 syncs hold nothing more"] = before == after
     return outcome
@@ -153,7 +152,7 @@ def captured(name: str) -> Outcome:
         _small(name, torch.float32, eager=False) as (engine, actor, outcome),
         wsync.connect(actor, engine) as session,
     ):
-        _check_tokens(outcome, session, actor, engine)
+        check_tokens(outcome, session, actor, engine)
     return outcome
 
 
@@ -164,10 +163,10 @@ def asleep(name: str) -> Outcome:
         buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
         with wsync.connect(actor, engine) as session:
             [handle] = session.engines
-            _check_tokens(outcome, session, actor, engine)
-            free = torch.cuda.mem_get_info()[0]
+            check_tokens(outcome, session, actor, engine)
+            free_bytes = torch.cuda.mem_get_info()[0]
             handle.sleep(level=2)
-            outcome.facts["bytes that sleep gave back"] = torch.cuda.mem_get_info()[0] - free
+            outcome.facts["bytes that sleep gave back"] = torch.cuda.mem_get_info()[0] - free_bytes
             models.randomize(actor, 7)
             handle.wake_up(["weights"])
             session.sync()
@@ -189,7 +188,7 @@ CASES: Mapping[str, Case] = {
             torch.bfloat16,
             (Limit(reference=COPY, factor=1.3), Limit(reference=LOADER, factor=1 / 3)),
         ),
-        needs="vllm",
+        needs=("vllm",),
     ),
     "vllm-moe": Case(
         about="the same, MoE with 4,719 tensors",
@@ -199,78 +198,56 @@ CASES: Mapping[str, Case] = {
             torch.bfloat16,
             (Limit(reference=COPY, factor=1.8), Limit(reference=LOADER, factor=1 / 25)),
         ),
-        needs="vllm",
+        needs=("vllm",),
     ),
     "vllm-cast": Case(
         about="fp32 module to bf16 vLLM in one process, dense 7B",
         run=lambda name: in_process(name, models.DENSE, torch.float32, (Limit(reference=CAST, factor=1.3),)),
-        needs="vllm",
+        needs=("vllm",),
     ),
     "vllm-ipc": Case(
         about="another process to vLLM over CUDA IPC, dense 7B",
         run=lambda name: from_another_process(name, engines.start_vllm, CudaIpcTransport()),
-        needs="vllm",
+        needs=("vllm",),
         separate=True,
     ),
     "vllm-ipc-slots": Case(
         about="the same in buckets, 2 slots of 256 MiB",
         run=lambda name: from_another_process(name, engines.start_vllm, _Slots()),
-        needs="vllm",
+        needs=("vllm",),
         separate=True,
     ),
-    "vllm-graphs": Case(about="CUDA graphs answer with new weights", run=captured, needs="vllm"),
-    "vllm-sleep": Case(about="sleep level 2, wake, sync", run=asleep, needs="vllm"),
-    "vllm-memory": Case(
-        about="rollout, train, sync in turn on one GPU, dense 7B with AdamW", run=memory_case.vllm_memory, needs="vllm"
+    "vllm-moonshot": Case(
+        about="another process to vLLM, dense 7B, beside Moonshot's checkpoint-engine",
+        run=lambda name: beside_moonshot(name, ROUNDS),
+        needs=("vllm", "checkpoint_engine"),
+        separate=True,
     ),
-    "vllm-200": Case(about="200 syncs hold nothing more", run=steady, needs="vllm"),
+    "vllm-graphs": Case(about="CUDA graphs answer with new weights", run=captured, needs=("vllm",)),
+    "vllm-sleep": Case(about="sleep level 2, wake, sync", run=asleep, needs=("vllm",)),
+    "vllm-memory": Case(
+        about="rollout, train, sync in turn on one GPU, dense 7B with AdamW",
+        run=memory_case.vllm_memory,
+        needs=("vllm",),
+    ),
+    "vllm-200": Case(about="200 syncs hold nothing more", run=steady, needs=("vllm",)),
+    "vllm-lora": Case(
+        about="LoRA of rank 16 on a dense 7B, merged, to vLLM in one process",
+        run=lambda name: lora.merged(name, ROUNDS),
+        needs=("vllm", "peft"),
+    ),
+    "vllm-adapter": Case(about="the adapter alone", run=lora.alone, needs=("vllm", "peft")),
+    "vllm-adapter-base": Case(about="merged weights where adapters go, too", run=lora.both, needs=("vllm", "peft")),
     "sglang-ipc": Case(
         about="another process to SGLang over CUDA IPC, dense 7B",
         run=lambda name: from_another_process(name, engines.start_sglang, CudaIpcTransport()),
-        needs="sglang",
+        needs=("sglang",),
         separate=True,
     ),
     "sglang-memory": Case(
-        about="the same phases, SGLang releases its tags", run=memory_case.sglang_memory, needs="sglang", separate=True
+        about="the same phases, SGLang releases its tags",
+        run=memory_case.sglang_memory,
+        needs=("sglang",),
+        separate=True,
     ),
 }
-
-
-def _outcome(name: str, actor: nn.Module, dtype: torch.dtype, limits: tuple[Limit, ...]) -> Outcome:
-    sent = [tensor.numel() for _, tensor in models.engine_side(actor)]
-    return Outcome(case=name, tensors=len(sent), nbytes=sum(sent) * dtype.itemsize, limits=limits)
-
-
-def _check_tokens(outcome: Outcome, session: Session, actor: nn.Module, engine: Any) -> None:
-    """Three syncs of new weights; each time the engine says what transformers says, and not what it said before."""
-    answers = [engines.answers_of(engine)]
-    for seed in (2, 3, 4):
-        models.randomize(actor, seed)
-        session.sync()
-        expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
-        answers.append(engines.answers_of(engine))
-        outcome.checks[f"tokens of weights {seed}"] = answers[-1] == expected and answers[-1] not in answers[:-1]
-
-
-@torch.no_grad()
-def _load(engine: Any, model: Any, actor: nn.Module) -> None:
-    """vLLM's own loader, called directly."""
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(engine.llm_engine.vllm_config):
-        model.load_weights(models.engine_side(actor))
-
-
-def _held() -> dict[str, int]:
-    _free()
-    return {
-        "allocated": torch.cuda.memory_allocated(),
-        "reserved": torch.cuda.memory_reserved(),
-        "free on device": torch.cuda.mem_get_info()[0],
-        "descriptors": len(os.listdir("/proc/self/fd")),
-    }
-
-
-def _free() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()

@@ -16,15 +16,32 @@ def prompts() -> list[list[int]]:
 
 
 def start_vllm(
-    folder: Path, dtype: str, *, eager: bool = True, sleep: bool = False, cache_bytes: int = _CACHE_BYTES
+    folder: Path,
+    dtype: str,
+    *,
+    eager: bool = True,
+    sleep: bool = False,
+    dummy: bool = True,
+    adapters_of_rank: int = 0,
+    cache_bytes: int = _CACHE_BYTES,
+    extension: str = "wsync.bench.gpu.loops.LoopExtension",
 ) -> Any:
-    """`vllm.LLM`. Whether its core is in this process is up to `VLLM_ENABLE_V1_MULTIPROCESSING`."""
+    """`vllm.LLM`. Whether its core is in this process is up to `VLLM_ENABLE_V1_MULTIPROCESSING`.
+
+    Args:
+        folder: a checkpoint folder.
+        dummy: start with random weights; the folder needs none.
+        adapters_of_rank: highest rank of LoRA adapters that it takes; 0: none.
+        cache_bytes: of the KV cache.
+        extension: of its workers; one of wsync's is a base of it.
+    """
     from vllm import LLM
 
+    lora = {"enable_lora": True, "max_lora_rank": adapters_of_rank} if adapters_of_rank else {}
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
-        load_format="dummy",
+        load_format="dummy" if dummy else "auto",
         dtype=dtype,
         enforce_eager=eager,
         enable_sleep_mode=sleep,
@@ -32,7 +49,8 @@ def start_vllm(
         kv_cache_memory_bytes=cache_bytes,
         max_model_len=512,
         max_num_seqs=8,
-        worker_extension_cls="wsync.bench.gpu.loops.LoopExtension",
+        worker_extension_cls=extension,
+        **lora,
     )
 
 
@@ -56,13 +74,14 @@ def start_sglang(folder: Path, dtype: str, *, sleep: bool = False) -> Any:
     )
 
 
-def answers_of(engine: Any) -> list[list[int]]:
-    """Greedy tokens."""
+def answers_of(engine: Any, request: Any = None) -> list[list[int]]:
+    """Greedy tokens. `request`: vLLM's `LoRARequest` of the adapter to answer with."""
     if type(engine).__module__.partition(".")[0] == "sglang":
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         return [list(out["output_ids"]) for out in engine.generate(input_ids=prompts(), sampling_params=sampling)]
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False)
-    outs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts()], params, use_tqdm=False)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    outs = engine.generate(asked, params, use_tqdm=False, lora_request=request)
     return [list(out.outputs[0].token_ids) for out in outs]

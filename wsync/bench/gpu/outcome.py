@@ -9,6 +9,9 @@ import torch
 
 from wsync.bench.samples import Samples, Way
 
+COPY = "device copy"
+"""Name of the reference `copies(nbytes, 1)`."""
+
 _WARM_UP = 4
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,9 +21,9 @@ _HEADS = ("case", "tensors", "GB", "ms", "against", "is", "at most", "checks")
 
 
 def choose(names: Sequence[str] | None) -> list[str]:
-    """Names of cases; by default those whose engine is there.
+    """Names of cases; by default those whose packages are there.
 
-    Raises `ConfigError` for an unknown one, without a GPU, or if an engine is not there.
+    Raises `ConfigError` for an unknown one, without a GPU, if a package of a named one is not there, or no engine is.
     """
     import torch
 
@@ -32,12 +32,31 @@ def choose(names: Sequence[str] | None) -> list[str]:
         raise ConfigError(f"unknown GPU cases {unknown}; choose from {', '.join(CASES)}")
     if not torch.cuda.is_available():
         raise ConfigError("the GPU suite needs a CUDA device, and torch sees none")
-    there = {engine for engine in ("vllm", "sglang") if importlib.util.find_spec(engine) is not None}
-    found = [name for name in names or CASES if CASES[name].needs in there]
-    lacking = sorted({CASES[name].needs for name in names or CASES} - there)
-    if lacking and (names or not found):
-        raise ConfigError(f"these cases need {' and '.join(lacking)}: not installed")
+    lacking = {name: _lacking(name) for name in names or CASES}
+    found = [name for name, packages in lacking.items() if not packages]
+    if names and len(found) < len(lacking):
+        raise ConfigError(f"these cases need {_joined(lacking.values())}: not installed")
+    if not found:
+        raise ConfigError(f"these cases need {_joined([case.needs[:1] for case in CASES.values()])}: not installed")
     return found
+
+
+def left_out(names: Sequence[str]) -> list[str]:
+    """A line for each case that is not among `names` for want of a package, but could be with the engine that is."""
+    lines = []
+    for name, case in CASES.items():
+        lacking = _lacking(name)
+        if name not in names and lacking and case.needs[0] not in lacking:
+            lines.append(f"left out: {name}; pip install {' '.join(package.replace('_', '-') for package in lacking)}")
+    return lines
+
+
+def _lacking(name: str) -> list[str]:
+    return [package for package in CASES[name].needs if importlib.util.find_spec(package) is None]
+
+
+def _joined(packages: Iterable[Sequence[str]]) -> str:
+    return " and ".join(sorted({package for some in packages for package in some}))
 
 
 def measure(name: str, timeout_s: float) -> Result:

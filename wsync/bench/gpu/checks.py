@@ -1,0 +1,69 @@
+"""What cases have in common: an outcome to fill in, tokens held against transformers', and memory that is held."""
+
+import gc
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from wsync.bench.gpu import engines, models
+from wsync.bench.gpu.outcome import Limit, Outcome
+from wsync.session import Session
+
+
+def outcome_of(name: str, actor: nn.Module, dtype: torch.dtype, limits: tuple[Limit, ...]) -> Outcome:
+    """Of the case `name`, which syncs all weights of `actor` as `dtype`."""
+    sent = [tensor.numel() for _, tensor in models.engine_side(actor)]
+    return Outcome(case=name, tensors=len(sent), nbytes=sum(sent) * dtype.itemsize, limits=limits)
+
+
+def check_tokens(
+    outcome: Outcome,
+    session: Session,
+    actor: nn.Module,
+    engine: Any,
+    *,
+    randomize: Callable[[Any, int], None] = models.randomize,
+    request: Any = None,
+) -> None:
+    """Three syncs of new weights; each time the engine says what transformers says, and not what it said before.
+
+    Args:
+        randomize: gives the actor the weights of a seed.
+        request: the adapter that the engine is to answer with, as `answers_of`.
+    """
+    answers = [engines.answers_of(engine)]
+    for seed in (2, 3, 4):
+        randomize(actor, seed)
+        session.sync()
+        expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
+        answers.append(engines.answers_of(engine, request))
+        outcome.checks[f"tokens of weights {seed}"] = answers[-1] == expected and answers[-1] not in answers[:-1]
+
+
+@torch.no_grad()
+def load_directly(engine: Any, model: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """By vLLM's own loader, into the `model` of an `engine` in this process."""
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(engine.llm_engine.vllm_config):
+        model.load_weights(weights)
+
+
+def held() -> dict[str, int]:
+    """Device memory, in bytes, and descriptors that this process holds when nothing is cached."""
+    free()
+    return {
+        "allocated": torch.cuda.memory_allocated(),
+        "reserved": torch.cuda.memory_reserved(),
+        "free on device": torch.cuda.mem_get_info()[0],
+        "descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def free() -> None:
+    """Give back what nobody refers to."""
+    gc.collect()
+    torch.cuda.empty_cache()
