@@ -71,7 +71,9 @@ class Launches:
         alignment = math.gcd(_ALIGNMENT_BYTES, *found)
         if self._alignment == 0 or alignment < self._alignment:
             rows, self._others = tables(self._pairs, CASTS, alignment)
-            self._tables = {kind: torch.from_numpy(table).to(self._device) for kind, table in rows.items()}
+            # The device begins with the longest, and the host has the others ready before it is done.
+            longest_first = sorted(rows.items(), key=lambda item: -len(item[1]))
+            self._tables = {kind: torch.from_numpy(table).to(self._device) for kind, table in longest_first}
             self._alignment = alignment
         both = torch.from_numpy(np.array(found, np.int64)).to(self._device)
         self._lists = both[:num_sources], both[num_sources:]

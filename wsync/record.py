@@ -20,14 +20,14 @@ from wsync.plan import TensorSpec
 from wsync.protocols import Loader
 from wsync.regions import Region, uncovered
 from wsync.strided import ascending
-from wsync.targets import all_held
+from wsync.targets import Targets
 from wsync.traits import any_inference
 
 
 def writable(targets: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Context to write `targets` in place: without autograd, in inference mode if they were made in it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return _writable(any_inference(all_held(targets)))
+    inference = targets.inference if isinstance(targets, Targets) else any_inference(list(targets.values()))
+    return _writable(inference)
 
 
 @contextmanager

@@ -10,12 +10,15 @@ class Targets(Mapping[str, torch.Tensor]):
 
     Attributes:
         key: the same object for as long as nothing about the tensors has changed.
-        tensors: all of them as the model holds them, perhaps of a class of its own, in the order of the names.
+        tensors: all of them as the model holds them, perhaps of a class of its own.
+        inference: whether any was made in inference mode.
     """
 
-    def __init__(self, numbers: Mapping[str, int], tensors: Sequence[torch.Tensor], key: object) -> None:
+    def __init__(
+        self, numbers: Mapping[str, int], tensors: Sequence[torch.Tensor], *, key: object, inference: bool
+    ) -> None:
         """`numbers`: name -> index of its tensor in `tensors`."""
-        self.key, self.tensors = key, tensors
+        self.key, self.tensors, self.inference = key, tensors, inference
         self._numbers = numbers
 
     def __getitem__(self, name: str) -> torch.Tensor:

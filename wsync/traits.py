@@ -49,6 +49,11 @@ def all_on_cpu(tensors: Collection[torch.Tensor]) -> bool:
     return all(map(_ON_CPU, tensors))
 
 
+def cuda_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    """CUDA devices that any of them lie on."""
+    return [torch.device("cuda", index) for index in sorted(set(map(torch.Tensor.get_device, tensors))) if index >= 0]
+
+
 def any_bits(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether the memory of any of them holds the conjugate or the negative of what it shows."""
     any_complex = any(dtype.is_complex for dtype in set(dtypes(tensors)))

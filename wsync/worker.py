@@ -14,7 +14,7 @@
 
 import threading
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -33,7 +33,7 @@ from wsync.replay import Arrivals, Replay, Routine
 from wsync.report import Stopwatch
 from wsync.state import State, StateMachine
 from wsync.targets import all_held
-from wsync.traits import all_on_cpu
+from wsync.traits import cuda_devices
 from wsync.verify import check_launch_weights
 
 Message = Mapping[str, Any]
@@ -222,7 +222,8 @@ class Worker:
                 Replay(attachment.routine, targets).run(
                     arrivals, loader.load_weights, lambda: self._writing(loader, attempt)
                 )
-            devices = _cuda_devices(all_held(targets))
+            with torch._C.DisableTorchFunctionSubclass():
+                devices = cuda_devices(all_held(targets))
             del targets
         with watch.stage("finish"):
             loader.finish()
@@ -294,11 +295,6 @@ class Worker:
             "nbytes": data.numel(),
             "data": data[start : start + count].cpu().numpy().tobytes(),
         }
-
-
-def _cuda_devices(tensors: Collection[torch.Tensor]) -> Collection[torch.device]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return () if all_on_cpu(tensors) else {tensor.device for tensor in tensors if tensor.is_cuda}
 
 
 class _Digests:

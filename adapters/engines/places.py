@@ -11,6 +11,7 @@ from wsync.glance import Glance, Watch
 from wsync.plan import TensorSpec
 from wsync.protocols import Loader, Manifest
 from wsync.targets import Targets
+from wsync.traits import any_inference
 from wsync.walk import named_tensors
 from wsync.worker import Worker
 
@@ -24,6 +25,7 @@ class Places:
         self._watch = Watch()
         self._seen: Sequence[Hashable] = ()
         self._numbers: Mapping[str, int] = {}
+        self._inference = False
         self._settled: Sequence[Hashable] = ()
         self._addresses: Mapping[str, int] = {}
 
@@ -65,11 +67,13 @@ class Places:
         if glance.key != self._seen:
             numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
             self._numbers = {name: numbers[id(tensor)] for name, tensor, _ in named_tensors(model)}
+            with torch._C.DisableTorchFunctionSubclass():
+                self._inference = any_inference(glance.tensors)
             self._seen = glance.key
         return glance
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> Targets:
-        return Targets(self._numbers, tensors, self._seen)
+        return Targets(self._numbers, tensors, key=self._seen, inference=self._inference)
 
 
 class SettlingLoader(Loader, Protocol):

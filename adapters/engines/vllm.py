@@ -19,6 +19,9 @@ from wsync.errors import EngineStateError, WsyncError
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
 
+_QUICK = ("hello", "publish", "abort")
+"""Calls of a worker that wait for nothing: another thread would only delay them."""
+
 
 class VLLMEngine(VLLMControl):
     """Control of one `vllm.LLM`. It is for one thread at a time: do not use it on another one while a sync runs.
@@ -61,7 +64,7 @@ class VLLMEngine(VLLMControl):
         local = local_worker(self._llm())
         if local is None:
             return super().call(method, payload, timeout_s)
-        if timeout_s is None:
+        if timeout_s is None or method in _QUICK:
             return [worker_of(local, 0).handle(method, payload)]
         deadline = Deadline.after(timeout_s)
         return [self._run(f"answer {method!r}", lambda: worker_of(local, 0).handle(method, payload), deadline)]

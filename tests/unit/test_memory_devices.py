@@ -205,7 +205,7 @@ def test_a_device_that_is_not_there(cuda: list[tuple[str, Any]], device: torch.d
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_live_setting_of_expandable_segments() -> None:
-    switch: Any = torch.cuda.memory._set_allocator_settings
+    switch: Any = torch._C._accelerator_setAllocatorSettings
     device = CudaDevice()
     before = device.describe()
     other = "off" if before.endswith("on") else "on"

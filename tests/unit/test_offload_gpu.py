@@ -95,7 +95,8 @@ def test_copies_come_after_what_is_queued_and_before_what_follows() -> None:
 def test_the_side_stream_is_kept() -> None:
     made_streams = HostCopies()
     source = torch.ones(MIB, dtype=torch.uint8, device="cuda")
-    [host] = HostPool().take("test", [MIB], pinned=True)
+    pool = HostPool()
+    [host] = pool.take("test", [MIB], pinned=True)
     assert host.is_pinned()
     streams = set()
     for _ in range(3):

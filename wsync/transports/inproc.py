@@ -21,7 +21,7 @@ from wsync.errors import ClosedError, PeerError, ProtocolError, TransportError
 from wsync.plan import Bucket, Plan
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
-from wsync.traits import all_on_cpu
+from wsync.traits import all_on_cpu, cuda_devices
 from wsync.transports.ring import Ring, check_order, failed, failure_of
 from wsync.views import Views
 
@@ -196,7 +196,7 @@ class InprocSender:
 
     def _publish(self, sequence: int, bucket: Bucket, payload: torch.Tensor | Views) -> None:
         memories = [payload] if isinstance(payload, torch.Tensor) else payload.memories
-        devices = set() if all_on_cpu(memories) else {memory.device for memory in memories if memory.is_cuda}
+        devices = () if all_on_cpu(memories) else cuda_devices(memories)
         self._channel.items[sequence] = _Item(bucket.index, payload, _queued(devices))
         self._channel.changed.notify_all()
 
