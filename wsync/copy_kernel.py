@@ -17,7 +17,9 @@ from wsync.tiles import TILE, Kind, tables
 from wsync.traits import addresses
 from wsync.views import Pair
 
-_WARPS = 8
+_WARPS, _CASTING_WARPS = 16, 8
+"""As measured on an H200: 1.02 device copies with 16 warps, 1.04 with 8."""
+
 _ALIGNMENT_BYTES = 16
 
 _TYPES: dict[torch.dtype, Any] = {
@@ -88,7 +90,7 @@ def _launch(kind: Kind, table: torch.Tensor, lists: Sequence[torch.Tensor]) -> N
         target_type=_TYPES[kind.target],
         aligned=kind.aligned,
         tile=TILE,
-        num_warps=_WARPS,
+        num_warps=_WARPS if kind.source == kind.target else _CASTING_WARPS,
     )
 
 

@@ -21,6 +21,8 @@ class Line:
     transport: str
     sender: Sender
     engines: tuple[Engine, ...]
+    by_reference: bool
+    """Whether what lies whole in this process is handed over, and takes no slot."""
 
     @property
     def intact(self) -> bool:
@@ -48,14 +50,20 @@ def open_lines(
         for name in dict.fromkeys(choice.transport.name for choice in choices):
             served = [pair for pair in zip(engines, choices, strict=True) if pair[1].transport.name == name]
             receivers = [len(choice.topology.receivers) for _, choice in served]
-            sender = served[0][1].transport.sender(
+            transport = served[0][1].transport
+            sender = transport.sender(
                 slot_bytes=plan.capacity,
                 num_slots=0 if plan.in_place else min(config.num_slots, len(plan.buckets)) or 1,
                 receivers=sum(receivers),
                 generation=generation,
                 device=device,
             )
-            line = Line(transport=name, sender=sender, engines=tuple(engine for engine, _ in served))
+            line = Line(
+                transport=name,
+                sender=sender,
+                engines=tuple(engine for engine, _ in served),
+                by_reference=sender.by_reference and (plan.in_place or transport.by_reference),
+            )
             lines.append(line)
             _attach(line, receivers, plan, deadline)
     except BaseException:

@@ -261,7 +261,7 @@ class Session:
         """Move one bucket on every rank. Returns an error of the last, local step for the next go/stop to report."""
         producer = self._producer
         references = producer.references(bucket)
-        rings = [line.sender for line in self._lines if references is None or not line.sender.by_reference]
+        rings = [line.sender for line in self._lines if references is None or not line.by_reference]
         gather = bool(rings) or references is None
         slots: list[torch.Tensor] = []
         if error is None:
@@ -286,7 +286,7 @@ class Session:
                 ring.commit(bucket)
             if references is not None:
                 for line in self._lines:
-                    if line.sender.by_reference:
+                    if line.by_reference:
                         line.sender.hand_over(bucket, references)
         except Exception as caught:
             return caught

@@ -69,8 +69,6 @@ class _Importer:
 class ArenaTransport(ShmTransport):
     """Shared memory that also hands over what lies in an `Arena`."""
 
-    by_reference = True
-
     def refuse_references(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """Whatever lies outside."""
         try:

@@ -8,7 +8,7 @@ import torch
 import wsync
 from wsync.bench.gpu import engines, memory_case, models
 from wsync.bench.gpu.outcome import Outcome
-from wsync.bench.gpu.stays import Stay, spread, stays_of
+from wsync.bench.gpu.stays import Stay, growth, stays_of
 from wsync.memory.device import Usage
 from wsync.memory.ledger import Ledger
 
@@ -74,7 +74,7 @@ def test_a_stay_is_what_the_device_had_whatever_the_allocator_believes() -> None
     train = Stay(entered=61 * GIB, peak=76 * GIB, peak_cached=76 * GIB)
     assert found["train"] == [train, train, replace(train, entered=62 * GIB)]
     assert set(found) == {"rollout", "train"}
-    assert (spread(found["rollout"]), spread(found["train"])) == (0, GIB)
+    assert (growth(found["rollout"]), growth(found["train"])) == (0, GIB)
 
 
 def test_what_an_engines_pools_keep_is_no_cache_of_the_trainers() -> None:

@@ -80,8 +80,10 @@ def _run_gpu_suite(options: argparse.Namespace) -> int:
     for number, name in enumerate(names, 1):
         print(f"[{number}/{len(names)}] {name}", file=sys.stderr, flush=True)
         results.append(suite.measure(name, options.timeout_s))
+        if options.json not in (None, "-"):  # a case can take minutes: what is known is kept
+            _write({"rows": results}, options.json)
     suite.table(results, sys.stderr if options.json == "-" else sys.stdout)
-    if options.json:
+    if options.json == "-":
         _write({"rows": results}, options.json)
     return 0 if all(result["ok"] for result in results) else WRONG
 

@@ -99,7 +99,7 @@ class Transport(Protocol):
 
     name: str
     by_reference: bool
-    """Whether its senders are."""
+    """Whether its senders can hand over any tensor, without asking first."""
 
     def refuse(self, topology: Topology) -> str | None:
         """None if this transport can serve `topology`, else the reason, for people."""
@@ -126,7 +126,7 @@ class Transport(Protocol):
 
 @runtime_checkable
 class ReferringTransport(Transport, Protocol):
-    """A transport by which receivers can read the trainer's own tensors on a device."""
+    """A transport whose senders can hand over all tensors of a plan on a device, if they lie where others can read."""
 
     def refuse_references(self, tensors: Sequence[torch.Tensor]) -> str | None:
         """None if all receivers can read `tensors`, else the reason, for people."""

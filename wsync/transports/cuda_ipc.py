@@ -94,7 +94,7 @@ class CudaIpcTransport:
     """Between processes of one host whose weights are on the same device."""
 
     name = "cuda_ipc"
-    by_reference = True
+    by_reference = False
 
     def refuse(self, topology: Topology) -> str | None:
         """See `wsync.Transport`."""

@@ -20,7 +20,7 @@ import wsync
 from wsync.bench.gpu import engines, models
 from wsync.bench.gpu.outcome import Outcome
 from wsync.bench.gpu.pinned import PinnedCopies
-from wsync.bench.gpu.stays import Stay, spread, stays_of
+from wsync.bench.gpu.stays import Stay, growth, stays_of
 from wsync.config import MIB
 from wsync.memory.cuda_device import CudaDevice
 from wsync.planner import Setting, predict
@@ -28,7 +28,7 @@ from wsync.planner.hf_config import model_of
 
 ITERATIONS = 5
 FLAT_BYTES = 32 * MIB
-"""By how much stays in one phase may differ from the second iteration on."""
+"""By how much a stay in a phase may exceed the second one."""
 
 _DTYPE = torch.bfloat16
 _KV_SHARE = 0.64
@@ -203,10 +203,10 @@ def _check_stays(outcome: Outcome, stays: Mapping[str, Sequence[Stay]], planned:
             "bytes when entered": [stay.entered for stay in stays[phase]],
             "peak bytes": [stay.peak for stay in stays[phase]],
             "peak bytes with the allocator's cache": [stay.peak_cached for stay in stays[phase]],
-            "spread from the second on": spread(later),
+            "growth from the second on": growth(later),
         }
         shown[phase] = row
-        flat = spread(later) <= FLAT_BYTES
+        flat = growth(later) <= FLAT_BYTES
         outcome.checks[f"{phase} is flat from the second time on, to {FLAT_BYTES // MIB} MiB"] = flat
         if phase in planned:
             ratio = max(stay.peak for stay in later) / planned[phase]

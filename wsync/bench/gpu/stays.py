@@ -48,8 +48,6 @@ def stays_of(entries: Sequence[Entry], unused: int = 0) -> Mapping[str, Sequence
     return found
 
 
-def spread(stays: Sequence[Stay]) -> int:
-    """Bytes by which stays of one phase differ at most, in what was there at the beginning and in the peak."""
-    return max(
-        max(values) - min(values) for values in ([stay.entered for stay in stays], [stay.peak for stay in stays])
-    )
+def growth(stays: Sequence[Stay]) -> int:
+    """Bytes by which later stays of one phase exceed the first, in what was there at the beginning or in the peak."""
+    return max(max(values) - values[0] for values in ([stay.entered for stay in stays], [stay.peak for stay in stays]))
