@@ -9,6 +9,7 @@ from wsync.errors import ConfigError
 
 MIB = 1 << 20
 PauseMode = Literal["abort", "wait", "keep"]
+PathMode = Literal["auto", "buckets", "pull"]
 VerifyMode = Literal["digest"]
 LoRAMode = Literal["merged", "adapter"]
 
@@ -28,6 +29,11 @@ class SyncConfig:
 
     transport: object = "auto"
     """"auto", the name of a transport, or an object that meets `wsync.Transport`."""
+
+    path: PathMode = "auto"
+    """"pull": workers read what they need where trainer ranks have it, straight from shard to parameter; what cannot be
+    read so travels in buckets in the same sync. For processes of one host whose weights are in host memory. "buckets":
+    everything travels. "auto": in buckets, but for whole tensors on one device, which are read in place."""
 
     timeout_s: float = 120.0
     """Longest wait, in seconds, for any single peer, rank or engine call before an error is raised."""
@@ -56,6 +62,10 @@ class SyncConfig:
             raise ConfigError(f"num_slots is {self.num_slots}; at least one slot is needed")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
+        if self.path not in get_args(PathMode):
+            raise ConfigError(f"path is {self.path!r}; choose one of {', '.join(get_args(PathMode))}")
+        if self.path == "pull" and self.verify is not None:
+            raise ConfigError("verify compares what arrives in buckets; with path='pull' nothing does: leave one out")
         if self.pause not in get_args(PauseMode):
             raise ConfigError(f"pause is {self.pause!r}; choose one of {', '.join(get_args(PauseMode))}")
         if self.verify not in (None, *get_args(VerifyMode)):

@@ -22,6 +22,7 @@ from wsync.errors import EngineStateError, SyncTimeout, UnsupportedError, WsyncE
 from wsync.live_tensors import read_live
 from wsync.plan import Plan, TensorSpec
 from wsync.protocols import Loaded, Manifest, Ticket
+from wsync.pull.exports import Export, Probe
 from wsync.replies import open_reply
 from wsync.sleep import leaving_tags, waking_tags
 from wsync.topology import Endpoint
@@ -149,6 +150,15 @@ class WorkerEngine(ABC):
         self._ask("attach", {**message, "timeout_s": deadline.timeout_s}, deadline)
         self._attachment = ticket.address
 
+    def probe(self, probes: Sequence[Probe], deadline: Deadline) -> Sequence[str]:
+        """See `wsync.protocols.pull.PullingEngine`."""
+        return [str(reply["reason"]) for reply in self._ask("probe", {"probes": list(probes)}, deadline)]
+
+    def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> None:
+        """See `wsync.protocols.pull.PullingEngine`."""
+        self._fence("hear where weights lie", deadline)
+        self._ask("exports", {"exports": list(exports)}, deadline)
+
     @property
     def attachment(self) -> str | None:
         """Address of the ticket that the workers are attached with; None before `attach`, after `close`, a failure."""
@@ -181,7 +191,7 @@ class WorkerEngine(ABC):
         if self.resets_cache_meanwhile:
             self.on_reset_cache(deadline)
         replies = self._update.result(deadline)
-        return [Loaded(digests=reply["digests"], seconds=reply["seconds"]) for reply in replies]
+        return [Loaded(**reply) for reply in replies]
 
     def finish(self, version: int, attempt: str, deadline: Deadline) -> None:
         """Publish: caches are dropped, then every worker takes `version`.

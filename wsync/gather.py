@@ -106,7 +106,9 @@ class GatherPlan:
         self._senders = tuple(senders)
         self._holders = {spec.name: holders_of(spec) for spec in plan.specs}
         self._load_nbytes = [0] * world_size
-        self.buckets: tuple[BucketGather, ...] = tuple(self._bucket(bucket) for bucket in plan.buckets)
+        self.buckets: tuple[BucketGather, ...] = tuple(
+            BucketGather() if bucket.pulled else self._bucket(bucket) for bucket in plan.buckets
+        )
 
     @cached_property
     def traffic_nbytes(self) -> int:

@@ -12,10 +12,11 @@ import torch
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
 from wsync.digest import word_bytes
-from wsync.errors import ConfigError, MismatchError, first_five
+from wsync.errors import ConfigError, MismatchError, UnsupportedError, first_five
 from wsync.group import Group
 from wsync.plan import ALIGNMENT_BYTES, Plan, TensorSpec
 from wsync.protocols import Engine, Manifest, Producer, ReferringTransport, Transport
+from wsync.pull.agreement import agree_on_pull
 from wsync.regions import uncovered
 from wsync.topology import Choice, Topology, choose, local_endpoint
 from wsync.views import Views
@@ -91,13 +92,19 @@ def connect_ranks(
     senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
     patience = Deadline.beyond(config.timeout_s)
     choices = group.local("choose a transport", lambda: _choose_all(producer, engines, transports, config), patience)
-    plan, buckets_because = agree_on_plan(producer, wanted, choices, senders, group, config)
+    manifests = [manifest for workers in replicas.values() for manifest in workers]
+    if config.path == "pull" and producer.device.type == "cpu":
+        pulled = agree_on_pull(producer, engines, specs, wanted, manifests, group, config)
+        plan, buckets_because = Plan.pack(wanted, config.bucket_bytes, pulled), ""
+        group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
+    else:
+        plan, buckets_because = agree_on_plan(producer, wanted, choices, senders, group, config)
     return Agreement(
         plan=plan,
         buckets_because=buckets_because,
         senders=senders,
         engines=tuple(f"{name} on rank {rank}" for rank, names in enumerate(engines_by_rank) for name in names),
-        manifests=tuple(manifest for manifests in replicas.values() for manifest in manifests),
+        manifests=tuple(manifests),
         left_out=tuple(spec.name for spec in specs if spec.name not in taken),
         choices=tuple(choices),
         spread=spread,
@@ -121,7 +128,7 @@ def agree_on_plan(
         The plan, and why it has buckets; "" if it has a single one, which is read in place.
     """
     patience = Deadline.beyond(config.timeout_s)
-    reasons = group.gather("in place", lambda: _refuse_in_place(producer, choices), patience)
+    reasons = group.gather("in place", lambda: _refuse_in_place(producer, choices, config), patience)
     if not any(reasons):
         plan = Plan.pack(wanted, sum(spec.nbytes + ALIGNMENT_BYTES for spec in wanted) + ALIGNMENT_BYTES)
         plan = replace(plan, in_place=True)
@@ -133,13 +140,18 @@ def agree_on_plan(
             producer.close()
         if not any(reasons):
             return plan, ""
+    why = next(str(reason) for reason in reasons if reason)
+    if config.path == "pull":
+        raise UnsupportedError(f"weights cannot be pulled: {why}")
     plan = Plan.pack(wanted, config.bucket_bytes)
     group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
-    return plan, next(str(reason) for reason in reasons if reason)
+    return plan, why
 
 
-def _refuse_in_place(producer: Producer, choices: Sequence[Choice]) -> str:
+def _refuse_in_place(producer: Producer, choices: Sequence[Choice], config: SyncConfig) -> str:
     """Why this rank's engines cannot read its weights where they are; "" if nothing is known against it."""
+    if config.path == "buckets":
+        return "the configuration says so"
     if producer.device.type != "cuda":
         return f"the trainer's weights are on {producer.device}, where buckets cost no launches"
     other = [choice.transport.name for choice in choices if not isinstance(choice.transport, ReferringTransport)]

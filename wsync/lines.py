@@ -53,7 +53,7 @@ def open_lines(
             transport = served[0][1].transport
             sender = transport.sender(
                 slot_bytes=plan.capacity,
-                num_slots=0 if plan.in_place else min(config.num_slots, len(plan.buckets)) or 1,
+                num_slots=0 if plan.in_place else min(config.num_slots, len(plan.sent.buckets)) or 1,
                 receivers=sum(receivers),
                 generation=generation,
                 device=device,

@@ -12,7 +12,7 @@ whole buckets. Empty tensors take part with zero bytes.
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -125,6 +125,9 @@ class Bucket:
     nbytes: int
     """Bytes from the start of the slot to the end of the last tensor."""
 
+    pulled: bool = False
+    """Whether it takes no slot, and workers read its tensors where trainer ranks have them. Only the last one may."""
+
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """Each tensor as a view into `buffer` (uint8, `[at least nbytes]`), by `TensorMeta.view`."""
         for meta in self.tensors:
@@ -159,10 +162,11 @@ class Plan:
         object.__setattr__(self, "_places", places)
 
     @classmethod
-    def pack(cls, specs: Iterable[TensorSpec], bucket_bytes: int) -> "Plan":
+    def pack(cls, specs: Iterable[TensorSpec], bucket_bytes: int, pulled: Collection[str] = frozenset()) -> "Plan":
         """Lay `specs` out in buckets of at most `bucket_bytes`. Equal input gives an equal plan on every rank.
 
-        Members of an atomic group lie next to each other, and in one bucket if one can hold them all.
+        Members of an atomic group lie next to each other, and in one bucket if one can hold them all. Those named in
+        `pulled` make one more bucket, of any size.
 
         Raises `ConfigError` for a name that comes twice, or a bucket below 256 bytes.
         """
@@ -174,7 +178,7 @@ class Plan:
             )
         packer = _Packer(bucket_bytes)
         packed: dict[int, list[TensorMeta]] = {}
-        for unit in _units(specs):
+        for unit in _units([spec for spec in specs if spec.name not in pulled]):
             packer.make_room([spec.nbytes for spec in unit])
             for spec in unit:
                 for index, meta in packer.place(spec.name, spec.shape, spec.dtype):
@@ -183,14 +187,28 @@ class Plan:
             Bucket(index=index, tensors=tuple(metas), nbytes=metas[-1].offset + metas[-1].chunk_nbytes)
             for index, metas in packed.items()
         )
+        there = [spec for spec in specs if spec.name in pulled]
+        if there:
+            [bucket] = cls.pack(there, sum(_align(spec.nbytes) for spec in there) + ALIGNMENT_BYTES).buckets
+            buckets = (*buckets, replace(bucket, index=len(buckets), pulled=True))
         return cls(specs=specs, buckets=buckets, bucket_bytes=bucket_bytes)
+
+    @property
+    def pulled(self) -> Bucket | None:
+        """The bucket that does not travel, if there is one."""
+        return self.buckets[-1] if self.buckets and self.buckets[-1].pulled else None
+
+    @property
+    def sent(self) -> "Plan":
+        """The plan of those buckets that travel."""
+        return self if self.pulled is None else replace(self, buckets=self.buckets[:-1])
 
     @property
     def capacity(self) -> int:
         """Bytes that a slot must have to take any bucket: a multiple of 256, at most `bucket_bytes`; 0 in place."""
         if self.in_place:
             return 0
-        return max([ALIGNMENT_BYTES, *(_align(bucket.nbytes) for bucket in self.buckets)])
+        return max([ALIGNMENT_BYTES, *(_align(bucket.nbytes) for bucket in self.buckets if not bucket.pulled)])
 
     def spec(self, name: str) -> TensorSpec:
         """The tensor called `name`. Raises `MismatchError` if there is none."""

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -18,7 +19,18 @@ from wsync.targets import Targets, held
 from wsync.traits import addresses
 from wsync.views import Pair, Place, Views
 
-Arrivals = Iterable[tuple[Bucket, Sequence[torch.Tensor]]]
+
+@runtime_checkable
+class Readable(Protocol):
+    """A bucket that did not travel."""
+
+    def read_into(self, targets: Mapping[str, torch.Tensor]) -> int:
+        """Read all of it into live `targets`, and say how many bytes these were. It is there when this returns."""
+        ...
+
+
+Arrival = tuple[Bucket, Sequence[torch.Tensor] | Readable]
+Arrivals = Iterable[Arrival]
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 
@@ -140,7 +152,11 @@ def _check_present(targets: Mapping[str, torch.Tensor]) -> None:
 
 
 class Replay:
-    """One sync of a `Routine` into live targets. Holds views of the model: drop it when the sync ends."""
+    """One sync of a `Routine` into live targets. Holds views of the model: drop it when the sync ends.
+
+    Attributes:
+        pulled_nbytes: bytes of buckets that did not travel.
+    """
 
     def __init__(self, routine: Routine, targets: Mapping[str, torch.Tensor]) -> None:
         """Look up every destination. Raises as `Routine.check`."""
@@ -149,6 +165,7 @@ class Replay:
         self._fills = [(fill, memory_view(targets[fill.target], fill.dst)) for fill in routine.fills]
         self._parts: dict[str, _Part] = {}
         self._failure: BaseException | None = None
+        self.pulled_nbytes = 0
 
     def run(self, arrivals: Arrivals, load_weights: LoadWeights, before_write: Callable[[], None]) -> None:
         """Write everything that arrives. When this returns it is queued on the current streams of the devices.
@@ -158,7 +175,7 @@ class Replay:
         first bucket is there: the loader may write before it takes a tensor. Raises what the arrivals raise, else what
         the loader raises, and `ProtocolError` if the loader stopped early.
         """
-        arriving, first = iter(arrivals), list[tuple[Bucket, Sequence[torch.Tensor]]]()
+        arriving, first = iter(arrivals), list[Arrival]()
         stream = self._copied(_joined(first, arriving))
         try:
             first.extend(islice(arriving, 1))
@@ -191,8 +208,11 @@ class Replay:
                 if not count:
                     self._fill(last=False)
                 count += 1
-                self._copy(bucket, tensors)
-                yield from self._offer(bucket, tensors)
+                if isinstance(tensors, Readable):
+                    self.pulled_nbytes += tensors.read_into(self._targets)
+                else:
+                    self._copy(bucket, tensors)
+                    yield from self._offer(bucket, tensors)
                 del tensors
             self._check_count(count)
         except Exception as error:
@@ -236,9 +256,7 @@ class Replay:
                 yield meta.name, part.flat.view(meta.shape)
 
 
-def _joined(
-    first: list[tuple[Bucket, Sequence[torch.Tensor]]], rest: Arrivals
-) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
+def _joined(first: list[Arrival], rest: Arrivals) -> Iterator[Arrival]:
     """`first`, of which nothing is kept, and then `rest`."""
     while first:
         yield first.pop(0)

@@ -47,6 +47,9 @@ class SyncReport:
     peak_bytes: int
     """Memory that wsync itself held on this rank: slots and staging."""
 
+    pulled_nbytes: int
+    """Bytes that the workers of this rank's engines read where trainer ranks have them, in the trainer's dtypes."""
+
     through_loader: int
     """Tensors that an engine's own loader had to take, because no plain copy expresses them."""
 

@@ -31,6 +31,8 @@ from wsync.handshake import Agreement, connect_ranks
 from wsync.lines import Line, open_lines
 from wsync.plan import Bucket
 from wsync.protocols import Engine, Loaded, Producer, Transport
+from wsync.protocols.pull import ExportingProducer
+from wsync.pull.ranks import Ranks
 from wsync.report import Stopwatch, SyncReport
 
 
@@ -57,8 +59,13 @@ class Session:
         self._attached = False
         self._closed = False
         self._call = 0
+        self._pulled_nbytes = 0
         self._busy = threading.Lock()
         self._agreement: Agreement = connect_ranks(producer, engines, transports, group, config)
+        pulled = self._agreement.plan.pulled
+        self._ranks = (
+            None if pulled is None else Ranks(cast("ExportingProducer", producer), pulled, producer.device, group)
+        )
 
     def sync(self, version: int | None = None) -> SyncReport:
         """*Collective.* Bring every engine to the trainer's present weights.
@@ -100,6 +107,7 @@ class Session:
             f"{len(plan.specs)} tensors, {plan.nbytes} bytes, in {len(plan.buckets)} bucket(s) "
             f"of at most {plan.bucket_bytes} bytes",
             f"in buckets, because {why}" if (why := agreement.buckets_because) else "read where the trainer has it",
+            *([f"pulled: {len(plan.pulled.tensors)} of them, by every worker from the ranks"] if plan.pulled else []),
             f"rank {self._group.rank} of {self._group.world_size}; senders: ranks {list(agreement.senders)}",
             *(f"engine: {name}" for name in agreement.engines),
         ]
@@ -191,6 +199,8 @@ class Session:
         return newest + 1 if version is None else version, replies[0]["attempt"], attached
 
     def _attach(self) -> None:
+        if self._ranks is not None:
+            self._ranks.forget()
         self._unmap()
         self._detach()
         self._group.reset()
@@ -221,11 +231,13 @@ class Session:
         group, producer = self._group, self._producer
         with watch.stage("open"):
             group.local("open", producer.open, self._patience())
+            if self._ranks is not None:
+                self._ranks.look(self._patience())
         paused = Stopwatch()
         with watch.stage("pause"):
             group.local("pause", lambda: self._start_engines(version, attempt), self._patience())
         error: BaseException | None = None
-        for bucket in self._agreement.plan.buckets:
+        for bucket in self._agreement.plan.sent.buckets:
             error = self._send(bucket, error, watch)
         with watch.stage("drain"):
             confirmed = group.gather("drain", lambda: self._drain(error), self._patience())
@@ -240,6 +252,7 @@ class Session:
             group.local("finish", lambda: self._publish(version, attempt), self._patience())
             for engine in self.engines:
                 engine.resume()
+        self._pulled_nbytes = sum(worker.pulled_nbytes for worker in chain.from_iterable(results))
         for worker in chain.from_iterable(results):
             for name, seconds in worker.seconds.items():
                 watch.stages[f"worker {name}"] = max(seconds, watch.stages.get(f"worker {name}", 0.0))
@@ -254,6 +267,8 @@ class Session:
             raise EngineStateError(
                 f"{first_five(lost)}: another session took the engine since this one began; sync again"
             )
+        if self._ranks is not None:
+            self._ranks.tell(self.engines, deadline)
         for engine in self.engines:
             engine.begin(version, attempt, deadline, digest=self.config.verify == "digest")
 
@@ -357,6 +372,7 @@ class Session:
             transport="+".join(dict.fromkeys(line.transport for line in self._lines)) or "none",
             stages=dict(watch.stages),
             peak_bytes=held,
+            pulled_nbytes=self._pulled_nbytes,
             through_loader=max((len(m.through_loader) for m in self._agreement.manifests), default=0),
         )
 

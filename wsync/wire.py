@@ -92,6 +92,7 @@ def _schemas() -> tuple[_Schema, ...]:
     # Imported here: the contracts import modules that import this one.
     from wsync.plan import Bucket, Owner, Plan, TensorMeta, TensorSpec
     from wsync.protocols import Manifest, Ticket
+    from wsync.pull.exports import Export, Probe, Share
     from wsync.regions import Region
     from wsync.topology import Endpoint, Topology
     from wsync.views import Place
@@ -104,7 +105,7 @@ def _schemas() -> tuple[_Schema, ...]:
         _Schema(Owner, rank=_NATURAL, region=_Field((Region,))),
         _Schema(TensorSpec, **layout, owners=_only(Owner), atomic_group=group, optional=_FLAG, word_bytes=word),
         _Schema(TensorMeta, **layout, **position),
-        _Schema(Bucket, index=_NATURAL, tensors=_only(TensorMeta), nbytes=_NATURAL),
+        _Schema(Bucket, index=_NATURAL, tensors=_only(TensorMeta), nbytes=_NATURAL, pulled=_FLAG),
         _Schema(Plan, specs=_only(TensorSpec), buckets=_only(Bucket), bucket_bytes=_NATURAL, in_place=_FLAG),
         _Schema(Place, memory=_NATURAL, dtype=_DTYPE_FIELD, region=_Field((Region,))),
         _Schema(Endpoint, host=_TEXT, network=_NATURAL, process=_TEXT, pid=_NATURAL, device=_TEXT),
@@ -119,6 +120,16 @@ def _schemas() -> tuple[_Schema, ...]:
             through_loader=_map(_TEXT),
             verified=_TEXT,
         ),
+        _Schema(Share, tensor=_NATURAL, elements=_Field((Region,)), place=_Field((Place,))),
+        _Schema(
+            Export,
+            rank=_NATURAL,
+            endpoint=_Field((Endpoint,)),
+            addresses=_NATURALS,
+            sizes=_NATURALS,
+            parts=_only(Share),
+        ),
+        _Schema(Probe, rank=_NATURAL, endpoint=_Field((Endpoint,)), address=_NATURAL, value=_BYTES),
     )
 
 

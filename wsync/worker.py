@@ -5,7 +5,9 @@
     hello                                          engine, endpoint, version, state, reason
     describe  specs, void                          manifest
     attach    plan, ticket, first_index, timeout_s, void
-    update    version, attempt, timeout_s, digest, void  digests, seconds
+    probe     probes                               reason
+    exports   exports
+    update    version, attempt, timeout_s, digest, void  digests, seconds, pulled_nbytes
     publish   version, attempt                     version
     abort     attempt                              state
     read      name, start, count                   dtype, shape, nbytes, data
@@ -28,6 +30,8 @@ from wsync.loadplan import LoadPlan, Write
 from wsync.manifest import declared_dtypes, manifest
 from wsync.plan import Bucket, Plan, TensorSpec, as_bytes
 from wsync.protocols import Loader, Manifest, Receiver, Ticket, Transport
+from wsync.pull.exports import Export, Probe
+from wsync.pull.sources import Sources, unreadable
 from wsync.record import record, writable
 from wsync.replay import Arrivals, Replay, Routine
 from wsync.report import Stopwatch
@@ -48,6 +52,9 @@ class _Attachment:
     plan: Plan
     routine: Routine
     receiver: Receiver
+    sources: Sources | None = None
+    """Where the bucket that does not travel is read."""
+
     failed: bool = False
     """Not used any more, but open until `detach`, so that the sender can read why."""
 
@@ -82,6 +89,8 @@ class Worker:
             "hello": self._hello,
             "describe": self._describe,
             "attach": self._attach,
+            "probe": self._probe,
+            "exports": self._exports,
             "update": self._update,
             "publish": self._publish,
             "abort": self._abort,
@@ -171,6 +180,19 @@ class Worker:
             self._attachment = _Attachment(ticket.address, self._loader, plan, routine, receiver)
         return {}
 
+    def _probe(self, message: Message) -> Message:
+        return {"reason": unreadable(cast("Sequence[Probe]", message["probes"]), self._loader.endpoint())}
+
+    def _exports(self, message: Message) -> Message:
+        self._states.require_idle("hear where weights lie")
+        attachment, exports = self._attachment, cast("Sequence[Export]", message["exports"])
+        if attachment is None or attachment.plan.pulled is None:
+            raise EngineStateError("no plan is attached that has anything to pull")
+        bucket = attachment.plan.pulled
+        steps = attachment.routine.steps[bucket.index]
+        attachment.sources = Sources(bucket, steps, exports, attachment.loader.endpoint())
+        return {}
+
     def _detach(self, message: Message) -> Message:
         address = message["address"]
         with self._detaching:
@@ -219,9 +241,10 @@ class Worker:
             targets = loader.targets()
             arrivals = self._arrivals(attachment, attempt, deadline, digests, watch)
             with writable(targets):
-                Replay(attachment.routine, targets).run(
-                    arrivals, loader.load_weights, lambda: self._writing(loader, attempt)
-                )
+                replay = Replay(attachment.routine, targets)
+                replay.run(arrivals, loader.load_weights, lambda: self._writing(loader, attempt))
+            pulled_nbytes = replay.pulled_nbytes
+            del replay
             with torch._C.DisableTorchFunctionSubclass():
                 devices = cuda_devices(all_held(targets))
             del targets
@@ -232,7 +255,8 @@ class Worker:
         self._states.loaded(attempt)
         load, wait = watch.stages["load"], watch.stages["wait"]
         seconds = {"wait": wait, "load": load - wait, "finish": watch.stages["finish"]}
-        return {"digests": digests.values if digests is not None else {}, "seconds": seconds}
+        found = digests.values if digests is not None else {}
+        return {"digests": found, "seconds": seconds, "pulled_nbytes": pulled_nbytes}
 
     def _writing(self, loader: Loader, attempt: str) -> None:
         self._states.writing(attempt)
@@ -247,17 +271,21 @@ class Worker:
         watch: Stopwatch,
     ) -> Arrivals:
         """Buckets as they come, each one only while the attempt is under way."""
-        buckets = iter(attachment.receiver.buckets(attachment.plan, deadline))
+        buckets = iter(attachment.receiver.buckets(attachment.plan.sent, deadline))
         while True:
             with watch.stage("wait"):
                 item = next(buckets, None)
-            if item is None:
-                return
             self._states.check(attempt)
+            if item is None:
+                break
             if digests is not None:
                 digests.add(*item)
             yield item
             del item  # advancing releases the slot
+        if attachment.plan.pulled is not None:
+            if attachment.sources is None:
+                raise EngineStateError("nobody said where the weights lie that are to be pulled")
+            yield attachment.plan.pulled, attachment.sources
 
     def _fail(self, attachment: _Attachment, attempt: str, reason: str) -> None:
         """Tell the sender, put the model in order, and say what the worker is now."""

@@ -97,6 +97,10 @@ class LoRAProducer(ShardedProducer):
     def _sources(self, module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
         return sources(self._seen().model, _untie(held, self._seen().terms))
 
+    def exposes(self, name: str) -> bool:
+        """See `wsync.protocols.pull.ExportingProducer`. What is merged lies nowhere."""
+        return self._parents[name] not in self._terms
+
     def _in_place(self, name: str, shape: tuple[int, ...]) -> tuple[str, Region] | None:
         return None if self._parents[name] in self._terms else super()._in_place(name, shape)
 

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wsync.adapters.trainers.exchange import Exchange, Layout, Piece, compile_exchange
+from wsync.adapters.trainers.exposed import parts_of
 from wsync.adapters.trainers.names import Held, Source, held_tensors, left_out, sources
 from wsync.deadline import Deadline
 from wsync.digest import digest_part
@@ -19,6 +20,7 @@ from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedE
 from wsync.gather import GatherPlan, aligned, holders_of
 from wsync.group import Group
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
+from wsync.pull.exports import Share, Shares
 from wsync.regions import Region
 from wsync.strided import lacking_bytes, memory_view
 from wsync.views import Place, Views
@@ -49,6 +51,7 @@ class ShardedProducer:
         self._group: Group | None = None
         self._exchanges: tuple[Exchange, ...] = ()
         self._references: tuple[tuple[Sequence[str], tuple[Place, ...]] | None, ...] = ()
+        self._shared: tuple[Sequence[str], tuple[Share, ...]] = ((), ())
         self._boxes: tuple[torch.Tensor, torch.Tensor] | None = None
         self._staged: int | None = None
         self._device = torch.device("cpu")
@@ -94,6 +97,8 @@ class ShardedProducer:
         self._plan, self._group = plan, group
         self._exchanges = self._compile(plan, senders, group)
         self._references = tuple(self._placed(self._find(bucket, plan, group)) for bucket in plan.buckets)
+        if plan.pulled is not None:
+            self._shared = parts_of(plan.pulled, self._pieces, self._layouts)
         self._boxes = None
 
     def open(self) -> None:
@@ -132,6 +137,15 @@ class ShardedProducer:
             return None
         parents, places = found
         return Views(list(map(tensors.__getitem__, parents)), places)
+
+    def exposes(self, name: str) -> bool:
+        """See `wsync.protocols.pull.ExportingProducer`."""
+        return True
+
+    def shares(self, bucket: Bucket) -> Shares:
+        """See `wsync.protocols.pull.ExportingProducer`."""
+        parents, parts = self._shared
+        return Shares(memories=list(map(self._opened().__getitem__, parents)), parts=parts)
 
     @torch.no_grad()
     def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:

@@ -15,6 +15,7 @@ import wsync
 from examples.demo_engines import without_torchrun
 from tests.e2e.families import FAMILIES, NEW_TOKENS
 from wsync.adapters.engines.hf import HFEngine
+from wsync.config import PathMode
 
 Tokens = list[list[int]]
 
@@ -60,6 +61,7 @@ class Kind:
 
     families: Sequence[str] = FAMILIES
     transport: str = "auto"
+    path: PathMode = "auto"
 
 
 class HereHF:
@@ -263,4 +265,9 @@ KINDS: Mapping[str, Kind] = {
     "sglang": Kind(start=SGLang, needs="sglang"),
     "sglang-tp2": Kind(start=lambda folder: SGLang(folder, tp=2), needs="sglang", families=_FEW),
     "sglang-own-calls": Kind(start=lambda folder: SGLang(folder, plugins="none"), needs="sglang", families=_FEW),
+    "hf-worker-pull": Kind(start=WorkerHF, path="pull"),
+    "hf-pull-4": Kind(start=HereHF, ranks=4, everywhere=True, path="pull", families=_FEW),
+    "vllm-launcher-tp2-pull": Kind(start=_vllm_parts(2), needs="vllm", everywhere=True, path="pull", families=_FEW),
+    "vllm-workers-tp2-pull": Kind(start=_vllm_workers(2, PLAIN_EXTENSION), needs="vllm", path="pull", families=_FEW),
+    "sglang-tp2-pull": Kind(start=lambda folder: SGLang(folder, tp=2), needs="sglang", path="pull", families=_FEW),
 }

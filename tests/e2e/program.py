@@ -88,6 +88,7 @@ def syncs(trainer: AnyTrainer, engine: Serving | None, judge: Judge, config: wsy
             facts["expected"].append(judge.expected)
             facts["tokens"].append(generated(engine))
     facts |= {"transport": report.transport, "through loader": report.through_loader, "tensors": report.tensors}
+    facts["pulled bytes"] = report.pulled_nbytes
     return {**facts, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -118,7 +119,7 @@ def main(kind_name: str, family: str, names: list[str], folder: Path) -> None:
         model.save_pretrained(folder / "launch")
     dist.barrier()
     engine = kind.start(folder / "launch") if rank == 0 or kind.everywhere else None
-    config = wsync.SyncConfig(bucket_bytes=64 << 10, timeout_s=120.0, transport=kind.transport)
+    config = wsync.SyncConfig(bucket_bytes=64 << 10, timeout_s=120.0, transport=kind.transport, path=kind.path)
     facts: Facts = {"launch": {"expected": [judge.expected], "tokens": [generated(engine)]}}
     for number, name in enumerate(names):
         trainer = TRAINERS[name](family, number, folder)

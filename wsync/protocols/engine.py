@@ -22,6 +22,9 @@ class Loaded:
     seconds: Mapping[str, float]
     """Where the worker's time went: "wait" for buckets, "load", "finish" (the engine's post-load processing)."""
 
+    pulled_nbytes: int = 0
+    """Bytes that the worker read where trainer ranks have them."""
+
 
 @runtime_checkable
 class Engine(Protocol):

@@ -1,0 +1,39 @@
+"""What producers and engines have beyond their contracts if weights can be pulled."""
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from wsync.deadline import Deadline
+from wsync.plan import Bucket
+from wsync.protocols.engine import Engine
+from wsync.protocols.producer import Producer
+from wsync.pull.exports import Export, Probe, Shares
+
+
+@runtime_checkable
+class ExportingProducer(Producer, Protocol):
+    """A producer whose tensors lie in memory as the engine is to have them, if perhaps in parts."""
+
+    def exposes(self, name: str) -> bool:
+        """Whether this rank's part of the tensor `name` can be read where it lies. Asked after `metadata`."""
+        ...
+
+    def shares(self, bucket: Bucket) -> Shares:
+        """Where this rank's parts of `bucket` lie. Between `open` and `close` only; valid until then."""
+        ...
+
+
+@runtime_checkable
+class PullingEngine(Engine, Protocol):
+    """An engine whose workers read the memory of trainer ranks."""
+
+    def probe(self, probes: Sequence[Probe], deadline: Deadline) -> Sequence[str]:
+        """For each worker why it cannot read the ranks' memory, "" if it can."""
+        ...
+
+    def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> None:
+        """Where the attached plan's pulled bucket lies, from now on. Read in every attempt that begins afterwards.
+
+        Raises `EngineStateError` if nothing is attached.
+        """
+        ...

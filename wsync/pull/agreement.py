@@ -1,0 +1,74 @@
+"""Connect: whether workers can read the ranks' memory, and which tensors they will pull."""
+
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from wsync.config import SyncConfig
+from wsync.deadline import Deadline
+from wsync.errors import UnsupportedError, first_five
+from wsync.group import Group
+from wsync.plan import TensorSpec
+from wsync.protocols import Engine, Manifest, Producer
+from wsync.protocols.pull import ExportingProducer, PullingEngine
+from wsync.pull.exports import Probe, Probed
+
+
+def agree_on_pull(
+    producer: Producer,
+    engines: Sequence[Engine],
+    held: Sequence[TensorSpec],
+    wanted: Sequence[TensorSpec],
+    manifests: Sequence[Manifest],
+    group: Group,
+    config: SyncConfig,
+) -> frozenset[str]:
+    """*Collective.* Names of the tensors that are pulled.
+
+    Args:
+        held: in the trainer's dtypes.
+        wanted: in wire dtypes.
+
+    Raises `UnsupportedError`, on every rank, if some worker cannot read some rank, or nothing can be pulled.
+    """
+    patience = Deadline.beyond(config.timeout_s)
+    probed = Probed(group.rank, producer.device)
+    probes = cast("Sequence[Probe]", group.gather("probe", lambda: probed.probe, patience))
+    reasons = group.gather("try to pull", lambda: _refused(producer, engines, probes, config), patience)
+    if any(reasons):
+        raise UnsupportedError(f"weights cannot be pulled: {next(reason for reason in reasons if reason)}")
+    dtypes = {spec.name: spec.dtype for spec in held}
+    fit = {spec.name for spec in wanted if _fits(spec, dtypes, manifests)}
+    hidden = group.gather("exposed", lambda: [name for name in sorted(fit) if not _exposes(producer, name)], patience)
+    names = fit.difference(*cast("Sequence[Sequence[str]]", hidden))
+    if not names:
+        raise UnsupportedError(
+            f"weights cannot be pulled: none of {first_five([spec.name for spec in wanted])} lies in the memory of a "
+            f"rank as an engine's worker can copy it"
+        )
+    return frozenset(names)
+
+
+def _refused(producer: Producer, engines: Sequence[Engine], probes: Sequence[Probe], config: SyncConfig) -> str:
+    """Why this rank, or a worker of one of its engines, cannot take part; "" if all can."""
+    if not isinstance(producer, ExportingProducer):
+        return f"a {type(producer).__name__} does not say where its tensors lie"
+    if producer.device.type != "cpu":
+        return f"weights on {producer.device} are pulled only where they lie whole on a device that workers share"
+    for engine in engines:
+        if not isinstance(engine, PullingEngine):
+            return f"{engine.name} is reached in a way that does not pass on where weights lie"
+        for worker, reason in enumerate(engine.probe(probes, Deadline.after(config.timeout_s))):
+            if reason:
+                return f"worker {worker} of {engine.name}: {reason}"
+    return ""
+
+
+def _exposes(producer: Producer, name: str) -> bool:
+    return isinstance(producer, ExportingProducer) and producer.exposes(name)
+
+
+def _fits(spec: TensorSpec, held: Mapping[str, object], manifests: Sequence[Manifest]) -> bool:
+    """Whether plain copies bring it to every worker, rounded once."""
+    declared = {manifest.dtypes[spec.name] for manifest in manifests if spec.name in manifest.dtypes}
+    once = held[spec.name] == spec.dtype or declared <= {spec.dtype}
+    return once and not any(spec.name in manifest.through_loader for manifest in manifests)
