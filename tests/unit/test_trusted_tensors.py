@@ -40,8 +40,8 @@ def test_what_does_not_fit_any_more_is_refused_at_every_sync_before_a_byte_is_wr
 
 
 @pytest.mark.parametrize("what", ["is new", "is untied"])
-def test_a_mismatch_is_raised_before_a_byte_is_written(what: str) -> None:
-    """OPEN: it comes after the old tensors were trusted and written, and the engine is torn by then."""
+def test_a_mismatch_that_is_seen_beside_the_copy_leaves_an_engine_that_refuses(what: str) -> None:
+    """The old tensors were trusted and written by then: no version, and what a new session brings."""
     actor, served = Served(), Served()
     if what == "is untied":
         actor.b.weight, served.b.weight = actor.a.weight, served.a.weight
@@ -53,9 +53,16 @@ def test_a_mismatch_is_raised_before_a_byte_is_written(what: str) -> None:
             actor.b.weight = nn.Parameter(actor.b.weight.detach().clone())
         else:
             actor.a.register_parameter("first", nn.Parameter(torch.zeros(3)))
-        with pytest.raises(MismatchError):
+        with pytest.raises(MismatchError, match="connect again"):
             session.sync()
-        assert engine.version() == 2
+        with pytest.raises(EngineStateError, match="no consistent version"):
+            engine.version()
+    if what == "is untied":
+        actor.b.weight = actor.a.weight
+    else:
+        del actor.a.first
+    assert wsync.sync(actor, served, config=CONFIG).version == 3
+    assert all(torch.equal(a, s) for a, s in zip(actor.parameters(), served.parameters(), strict=True))
 
 
 def test_a_sync_that_failed_on_what_was_trusted_is_not_repeated_for_ever() -> None:
