@@ -6,9 +6,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from wsync.deadline import Deadline
 from wsync.errors import SyncTimeout
@@ -46,12 +46,15 @@ class Background(Generic[T]):
 
     def result(self, deadline: Deadline) -> T:
         """What the call returned. Raises what it raised, or `SyncTimeout` at `deadline`; the call then runs on."""
+        future, name = self._future, self.name
         try:
-            return self._future.result(timeout=deadline.remaining(self.name))
+            return future.result(timeout=deadline.remaining(name))
         except FutureTimeout:
-            if self._future.done():
-                return self._future.result()  # it ended just now, or this error is its own
-            raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {self.name}") from None
+            if future.done():
+                return future.result()  # it ended just now, or this error is its own
+            raise SyncTimeout(f"gave up after {deadline.timeout_s:g} s: still waiting for {name}") from None
+        finally:
+            del future, self  # the traceback of an error, which the future holds, leads to this frame
 
 
 class _Threads:
@@ -70,9 +73,13 @@ class _Threads:
         fresh = thread is None
         thread = thread or _Thread()
         thread.name = name
-        thread.tasks.put(lambda: self._run(thread, call, future))
+        thread.tasks.put(partial(self._run, thread, call, future))  # no frame of its own, which would keep them
         if fresh:
-            thread.start()
+            try:
+                thread.start()
+            except BaseException:  # no more threads: nobody shall wait for it at exit
+                self._end(future)
+                raise
 
     def wait(self, timeout_s: float) -> None:
         """Until no call runs, or for so long."""
@@ -86,17 +93,23 @@ class _Threads:
             result, error = call(), None
         except BaseException as caught:  # handed to whoever asks for the result
             result, error = None, caught
-        with self._lock:  # before anybody hears of it: the next call may follow at once
-            self._running.discard(future)
+        self._end(future)
+        try:
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(result)  # type: ignore[arg-type]
+        finally:
+            del call, future, result, error  # its traceback leads to this frame
+        with self._lock:  # callbacks have run: until then the thread is not free
             kept = len(self._idle) < _MOST_IDLE
             if kept:
                 self._idle.append(thread)
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-        del result, error  # its traceback leads to this frame
         return kept
+
+    def _end(self, future: Future[Any]) -> None:
+        with self._lock:
+            self._running.discard(future)
 
 
 class _Thread(threading.Thread):

@@ -34,7 +34,11 @@ class UnsupportedError(WsyncError, TypeError):
 
 
 class MismatchError(WsyncError, ValueError):
-    """Trainer and engine disagree about names, shapes, dtypes or coverage. Raised before a byte is written."""
+    """Trainer and engine disagree about names, shapes, dtypes or coverage. Raised before a byte is written.
+
+    Only where a plain module got other parameters since the last sync, while something keeps the old ones alive, is
+    that seen when these have been written: then the engine is torn.
+    """
 
 
 class EngineStateError(WsyncError, RuntimeError):

@@ -28,14 +28,15 @@ class Places:
         self._inference = False
         self._settled: Sequence[Hashable] = ()
         self._addresses: Mapping[str, int] = {}
+        self._laid_out: Mapping[str, Hashable] = {}
 
     def tensors(self, model: nn.Module) -> Targets:
         """Parameters and buffers, tied ones once."""
         return self._named(self._look(model).tensors)
 
     def recall(self) -> Targets | None:
-        """`tensors` as `check` saw them last, if they are still there; whether they are still the model's it cannot
-        tell: `check` once more before anybody relies on what was written to them."""
+        """`tensors` as `settle` saw them, if they are still there; whether they are still the model's it cannot tell:
+        `confirm` it once they are written, before anything is derived from them."""
         tensors = self._watch.recall() if self._seen is self._settled else None
         return None if tensors is None else self._named(tensors)
 
@@ -44,6 +45,7 @@ class Places:
         self._look(model)
         self._settled = self._seen
         self._addresses = _addresses(model)
+        self._laid_out = _laid_out(model)
 
     def check(self, model: nn.Module, when: str) -> Targets:
         """`tensors`, with one look for both.
@@ -60,6 +62,17 @@ class Places:
                     f"still read the old memory: restart the engine, or, if it captured none, connect again"
                 )
         return self._named(glance.tensors)
+
+    def confirm(self, model: nn.Module, written: Targets) -> None:
+        """Raise `EngineStateError` if `written` came from `recall`, and is not what `model` consists of."""
+        if written.key is self._settled and self.check(model, "while it loaded").key is not self._settled:
+            now = _laid_out(model)
+            lost = [name for name, layout in self._laid_out.items() if now.get(name) != layout]
+            if lost:
+                raise EngineStateError(
+                    f"{self._engine} replaced {len(lost)} tensor(s) since it was connected: {first_five(lost)}. What "
+                    f"arrived went to the old ones; sync again"
+                )
 
     def _look(self, model: nn.Module) -> Glance:
         """A glance, and names anew if it shows anything that the last one did not."""
@@ -98,3 +111,11 @@ class SettlingWorker(Worker):
 
 def _addresses(model: nn.Module) -> dict[str, int]:
     return {name: tensor.data_ptr() for name, tensor, is_parameter in named_tensors(model) if is_parameter}
+
+
+def _laid_out(model: nn.Module) -> dict[str, Hashable]:
+    """Where each tensor lies and how."""
+    return {
+        name: (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        for name, tensor, _ in named_tensors(model)
+    }

@@ -27,6 +27,7 @@ from wsync.adapters.engines.places import Places, SettlingWorker
 from wsync.deadline import Deadline
 from wsync.errors import EngineStateError, MismatchError, PeerError, ProtocolError
 from wsync.record import writable
+from wsync.targets import Targets
 from wsync.topology import Endpoint, local_endpoint
 from wsync.transports.link import credentials
 from wsync.walk import named_tensors
@@ -134,7 +135,7 @@ class SGLangLoader:
         self._model_ref = weakref.ref(model)
         self._folder = folder
         self._places = Places(self.engine)
-        self._held: Mapping[str, torch.Tensor] | None = None
+        self._held: Targets | None = None
         self._shapes: Mapping[str, tuple[int, ...]] | None = None
 
     def endpoint(self) -> Endpoint:
@@ -173,8 +174,10 @@ class SGLangLoader:
 
     def finish(self) -> None:
         """Let the model derive what it derives from its weights. Raises if a parameter has moved."""
-        self._held = None
+        held, self._held = self._held, None
         model: Any = self._model()
+        if held is not None:
+            self._places.confirm(model, held)
         if hasattr(model, "post_load_weights"):
             with writable(self.targets()):
                 model.post_load_weights()

@@ -168,8 +168,10 @@ class VLLMLoader:
 
         An adapter that was synced for the old base weights goes.
         """
-        key, self._held = self._held.key if self._held is not None else None, None
+        held, self._held = self._held, None
         worker, model = self.worker(), self._model()
+        if held is not None and not self._reloading:
+            self._places.confirm(model, held)
         vllm_lora.drop(worker)
         with self._context():
             if self._reloading:
@@ -177,7 +179,7 @@ class VLLMLoader:
                 self._reloading = False
                 self.wait_for_device()
             else:
-                self._attention.process(model, worker.model_config, key)
+                self._attention.process(model, worker.model_config, held.key if held is not None else None)
         self._places.check(model, "while it loaded")
 
     def rollback(self) -> None:

@@ -49,7 +49,7 @@ class ModuleProducer(ShardedProducer):
         module = self._alive()
         if not self._numbers:
             return None
-        recalled = self._watch.recall()
+        recalled = None if self._unconfirmed else self._watch.recall()  # nobody confirmed it: look now
         self._unconfirmed = recalled is not None
         if recalled is not None:
             return self._named(recalled)
@@ -57,10 +57,11 @@ class ModuleProducer(ShardedProducer):
         return self._named(glance.tensors) if self._is_known(glance) else None
 
     def _look_closely(self) -> dict[str, torch.Tensor]:
+        self._numbers = {}  # of what was seen before; this may raise
         found, module = super()._look_closely(), self._alive()
         glance, held = self._watch.look(module), self._held(module)
         numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
-        known = all(id(held[name].tensor) in numbers for name in found)
+        known = all(id(held[name].tensor) in numbers for name in found) and not any_bits(glance.tensors)
         self._numbers = {name: numbers[id(held[name].tensor)] for name in found} if known else {}
         self._glanced = glance.key
         return found

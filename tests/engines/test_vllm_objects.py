@@ -17,8 +17,10 @@ from wsync.adapters.engines.vllm import VLLMEngine
 from wsync.adapters.engines.vllm_worker import EXTENSION, VLLMLoader
 from wsync.deadline import Deadline
 from wsync.errors import ConfigError, EngineStateError, PeerError, SyncTimeout, UnsupportedError
-from wsync.plan import TensorSpec
+from wsync.plan import Plan, TensorSpec
 from wsync.registry import find_engine
+from wsync.transports.inproc import InprocTransport
+from wsync.worker import Worker
 
 
 def named(name: str, module: str) -> Any:
@@ -269,6 +271,36 @@ def test_a_parameter_that_moved_stays_an_error_until_somebody_connects_anew(vllm
     connect()
     loader.begin()
     loader.finish()
+
+
+def test_a_parameter_of_another_layout_where_it_lay_is_not_published_with_the_old_one(
+    vllms_worker: VLLMWorker,
+) -> None:
+    worker, weight = vllm_worker.worker_of(vllms_worker, 0), vllms_worker.model.weight
+    plan = Plan.pack([TensorSpec(name="weight", shape=(4, 3), dtype=torch.float32)], 4096)
+    ask(worker, "describe", specs=list(plan.specs))
+    sender = InprocTransport().sender(slot_bytes=4096, num_slots=1, receivers=1, generation=1)
+    ask(worker, "attach", plan=plan, ticket=sender.ticket(), first_index=0, timeout_s=5.0)
+    news = torch.randn(4, 3)
+
+    def sync(version: int) -> None:
+        sender.hand_over(plan.buckets[0], [news])
+        attempt = {"version": version, "attempt": str(version)}
+        ask(worker, "update", timeout_s=5.0, digest=False, **attempt)
+        ask(worker, "publish", **attempt)
+
+    sync(1)
+    assert torch.equal(weight, news)
+    weight.data = weight.data.t()
+    with pytest.raises(AssertionError, match=r"replaced 1 tensor\(s\) since it was connected: weight"):
+        sync(2)
+    assert worker.state.kind == "torn"
+
+
+def ask(worker: Worker, method: str, **message: object) -> None:
+    reply = wire.unpack(worker.handle(method, wire.pack(message)))
+    assert isinstance(reply, dict)
+    assert "ok" in reply, reply["error"]["message"]
 
 
 def test_a_reload_is_given_what_arrived_without_another_copy(

@@ -244,3 +244,14 @@ def test_memory_that_cannot_be_exported_is_a_reason_to_take_slots(cuda: Runtime)
     assert cuda.last == Code.cudaSuccess
     with pytest.raises(TransportError, match="cudaErrorInvalidValue"):
         DeviceExporter(DEVICE).segments([12])
+
+
+def test_what_the_driver_has_no_number_for_is_never_taken_for_what_it_was(cuda: Runtime) -> None:
+    memory = module_in(cuda, 4096)
+    exporter = DeviceExporter(DEVICE)
+    [segment] = exporter.segments([memory.data_ptr()])
+    assert exporter.intact([segment])
+    other = module_in(cuda, 4096)
+    exporter.segments([other.data_ptr()])
+    cuda.cudaFree(memory.data_ptr())
+    assert not exporter.intact([segment])

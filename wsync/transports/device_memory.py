@@ -101,7 +101,8 @@ class DeviceExporter:
         """See `Exporter`. Addresses come back: the driver numbers its allocations."""
         driver = _driver()
         with torch.cuda.device(self._device):
-            return all(_buffer_id(driver, segment) == self._ids.get(segment) for segment in segments)
+            known = [self._ids.get(segment) for segment in segments]
+            return None not in known and known == [_buffer_id(driver, segment) for segment in segments]
 
 
 def _exported(runtime: Any, driver: Any, start: int) -> Segment:
