@@ -23,7 +23,7 @@ from wsync.live_tensors import read_live
 from wsync.plan import Plan, TensorSpec
 from wsync.protocols import Loaded, Manifest, Ticket
 from wsync.pull.exports import Export, Probe
-from wsync.replies import open_reply
+from wsync.replies import first_line, open_reply
 from wsync.sleep import leaving_tags, waking_tags
 from wsync.topology import Endpoint
 
@@ -57,7 +57,6 @@ class WorkerEngine(ABC):
         self._update: Background[Sequence[Mapping[str, Any]]] | None = None
 
     # What an adapter provides.
-
     @property
     def resets_cache_meanwhile(self) -> bool:
         """Whether `on_reset_cache` may be called while the workers load, and does not wait for them."""
@@ -156,7 +155,7 @@ class WorkerEngine(ABC):
 
     def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> None:
         """See `wsync.protocols.pull.PullingEngine`."""
-        self._fence("hear where weights lie", deadline)
+        self._fence("hear of exports", deadline)
         self._ask("exports", {"exports": list(exports)}, deadline)
 
     @property
@@ -209,7 +208,7 @@ class WorkerEngine(ABC):
             self._ask("publish", {"version": version, "attempt": attempt}, deadline)
         except Exception as error:
             self._attempt = self._update = self._attachment = None
-            self._tear(f"version {version} could not be published: {_first_line(error)}")
+            self._tear(f"version {version} could not be published: {first_line(error)}")
             self._abandoned = attempt
             with suppress(WsyncError):  # then the next call tries again
                 self._fence("end it", deadline)
@@ -226,7 +225,7 @@ class WorkerEngine(ABC):
         """
         self._abort(attempt, reason, deadline)
         if tear and self._torn is None:
-            self._tear(_first_line(reason))
+            self._tear(first_line(reason))
 
     def _abort(self, attempt: str, reason: str, deadline: Deadline) -> None:
         if self._update is None or self._attempt != attempt:
@@ -238,13 +237,13 @@ class WorkerEngine(ABC):
             states = {(reply["state"], reply["version"]) for reply in self._ask("hello", {}, deadline)}
         except Exception as error:
             self._attempt, self._abandoned = None, attempt
-            self._tear(f"{_first_line(reason)}; and then a worker did not answer: {_first_line(error)}")
+            self._tear(f"{first_line(reason)}; and then a worker did not answer: {first_line(error)}")
             return
         self._attempt = self._update = None
         if states == {("serving", self._version)}:
             self.guard(self._reason_not_to_serve())
         else:
-            self._tear(_first_line(reason))
+            self._tear(first_line(reason))
 
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Stop generating. Raises `UnsupportedError` for a mode that the engine does not have."""
@@ -399,8 +398,3 @@ class WorkerEngine(ABC):
         timeout_s = deadline.remaining(f"{self.name} to answer {method!r}") if deadline is not None else None
         replies = self.call(method, wire.pack(dict(message)), timeout_s)
         return [open_reply(data, self.name, rank, method) for rank, data in enumerate(replies)]
-
-
-def _first_line(words: object) -> str:
-    """Without the remote traceback that may follow."""
-    return str(words).partition("\n")[0]

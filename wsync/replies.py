@@ -21,3 +21,8 @@ def open_reply(data: bytes, engine: str, rank: int, method: str) -> Mapping[str,
             f"worker {rank} of {engine} failed in {method!r}: {error['type']}: {error['message']}", error["traceback"]
         )
     return cast("Mapping[str, Any]", reply["ok"])
+
+
+def first_line(words: object) -> str:
+    """Without the remote traceback that may follow."""
+    return str(words).partition("\n")[0]

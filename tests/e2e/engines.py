@@ -265,7 +265,7 @@ KINDS: Mapping[str, Kind] = {
     "sglang": Kind(start=SGLang, needs="sglang"),
     "sglang-tp2": Kind(start=lambda folder: SGLang(folder, tp=2), needs="sglang", families=_FEW),
     "sglang-own-calls": Kind(start=lambda folder: SGLang(folder, plugins="none"), needs="sglang", families=_FEW),
-    "hf-worker-pull": Kind(start=WorkerHF, path="pull"),
+    "hf-worker-pull": Kind(start=WorkerHF, path="pull", families=_FEW),
     "hf-pull-4": Kind(start=HereHF, ranks=4, everywhere=True, path="pull", families=_FEW),
     "vllm-launcher-tp2-pull": Kind(start=_vllm_parts(2), needs="vllm", everywhere=True, path="pull", families=_FEW),
     "vllm-workers-tp2-pull": Kind(start=_vllm_workers(2, PLAIN_EXTENSION), needs="vllm", path="pull", families=_FEW),

@@ -27,8 +27,11 @@ QUICK: Mapping[tuple[str, str], Sequence[str]] = {
     ("vllm-launcher", "qwen2"): ("fsdp2", "zero3"),
     ("vllm-workers", "qwen2-tied"): ("fsdp1", "lora"),
     ("sglang", "qwen3-tied"): ("fsdp2", "lora-fsdp2"),
+    ("hf-worker-pull", "qwen3-moe"): ("plain", "fsdp2", "lora-fsdp2", "checkpoint"),
+    ("vllm-workers-tp2-pull", "llama"): ("fsdp2", "zero3"),
+    ("sglang-tp2-pull", "llama"): ("fsdp2", "zero3"),
 }
-"""(engine, family) -> trainers: each trainer, each engine and each family once."""
+"""(engine, family) -> trainers: each trainer, each engine and each family once, and the quickest of what is pulled."""
 
 
 def cases() -> Iterator[Any]:
@@ -37,8 +40,6 @@ def cases() -> Iterator[Any]:
         needs = [getattr(pytest.mark, setting.needs)] if setting.needs else []
         for family in setting.families:
             for trainer in TRAINERS:
-                if (setting.path, trainer) == ("pull", "checkpoint"):
-                    continue  # files are not read so
                 more = [] if trainer in QUICK.get((kind, family), ()) else [pytest.mark.matrix]
                 yield pytest.param(kind, family, trainer, marks=[*needs, *more], id=f"{kind}-{family}-{trainer}")
 
@@ -89,6 +90,7 @@ def test_tokens_after_each_sync(programs: Programs, kind: str, family: str, trai
         assert all(tokens == expected for tokens in engines), "differs from transformers before any sync"
     found = facts[trainer]
     assert len(found["expected"]) == len(found["tokens"]) == SYNCS
+    assert (found["pulled bytes"] > 0) == (KINDS[kind].path == "pull")
     for expected, engines in zip(found["expected"], found["tokens"], strict=True):
         assert [len(answer) for answer in expected] == [NEW_TOKENS] * len(prompts())
         assert engines
