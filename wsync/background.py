@@ -57,6 +57,11 @@ class Background(Generic[T]):
             del future, self  # the traceback of an error, which the future holds, leads to this frame
 
 
+def num_busy_threads() -> int:
+    """Threads of this process, without those that wait here for another call."""
+    return sum(not (isinstance(thread, _Thread) and thread.waits) for thread in threading.enumerate())
+
+
 class _Threads:
     """Threads that run calls, each for one at a time, and a few that wait for the next."""
 
@@ -69,6 +74,8 @@ class _Threads:
         """Run `call` at once, and put what comes of it into `future`."""
         with self._lock:
             thread = self._idle.pop() if self._idle else None
+            if thread is not None:
+                thread.waits = False
             self._running.add(future)  # type: ignore[arg-type]
         fresh = thread is None
         thread = thread or _Thread()
@@ -102,7 +109,7 @@ class _Threads:
         finally:
             del call, future, result, error  # its traceback leads to this frame
         with self._lock:  # callbacks have run: until then the thread is not free
-            kept = len(self._idle) < _MOST_IDLE
+            kept = thread.waits = len(self._idle) < _MOST_IDLE
             if kept:
                 self._idle.append(thread)
         return kept
@@ -118,6 +125,7 @@ class _Thread(threading.Thread):
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.tasks: SimpleQueue[Callable[[], bool]] = SimpleQueue()
+        self.waits = False
 
     def run(self) -> None:
         """See `threading.Thread`."""
