@@ -8,6 +8,7 @@ threads beside the sender. Bytes are random, slots are poisoned after release, e
 """
 
 import gc
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
