@@ -62,6 +62,7 @@ class Session:
         self._pulled_nbytes = 0
         self._busy = threading.Lock()
         self._agreement: Agreement = connect_ranks(producer, engines, transports, group, config)
+        self._sent = self._agreement.plan.sent
         pulled = self._agreement.plan.pulled
         self._ranks = (
             None if pulled is None else Ranks(cast("ExportingProducer", producer), pulled, producer.device, group)
@@ -126,7 +127,7 @@ class Session:
 
         An actor that lies whole in the process of its engine needs none.
         """
-        plan, shared = self._agreement.plan, self._group.world_size == 1
+        plan, shared = self._sent, self._group.world_size == 1
         if self._attached or plan.in_place:
             return 0
         transports = {choice.transport.name: choice.transport for choice in self._agreement.choices}
@@ -237,7 +238,7 @@ class Session:
         with watch.stage("pause"):
             group.local("pause", lambda: self._start_engines(version, attempt), self._patience())
         error: BaseException | None = None
-        for bucket in self._agreement.plan.sent.buckets:
+        for bucket in self._sent.buckets:
             error = self._send(bucket, error, watch)
         with watch.stage("drain"):
             confirmed = group.gather("drain", lambda: self._drain(error), self._patience())

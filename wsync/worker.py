@@ -50,6 +50,9 @@ class _Attachment:
     address: str
     loader: Loader
     plan: Plan
+    sent: Plan
+    """The part of it that travels."""
+
     routine: Routine
     receiver: Receiver
     sources: Sources | None = None
@@ -177,7 +180,7 @@ class Worker:
         deadline = Deadline.after(float(message["timeout_s"]))
         receiver = self._transport(ticket.transport).receiver(ticket, index, deadline)
         with self._detaching:
-            self._attachment = _Attachment(ticket.address, self._loader, plan, routine, receiver)
+            self._attachment = _Attachment(ticket.address, self._loader, plan, plan.sent, routine, receiver)
         return {}
 
     def _probe(self, message: Message) -> Message:
@@ -271,7 +274,7 @@ class Worker:
         watch: Stopwatch,
     ) -> Arrivals:
         """Buckets as they come, each one only while the attempt is under way."""
-        buckets = iter(attachment.receiver.buckets(attachment.plan.sent, deadline))
+        buckets = iter(attachment.receiver.buckets(attachment.sent, deadline))
         while True:
             with watch.stage("wait"):
                 item = next(buckets, None)
