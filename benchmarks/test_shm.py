@@ -1,4 +1,4 @@
-"""Trainer and engine in two processes of one host: pack, hand over, load. One thread each, the whole stack."""
+"""Trainer and engine in two processes of one host, through slots or pulled. One thread each, the whole stack."""
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -48,7 +48,7 @@ class Pair:
             assert torch.equal(resident, self.actor.get_parameter(name).detach().to(self.dtype)), name
         dtype = str(self.dtype).removeprefix("torch.")
         return Row(
-            case=f"2 processes, to {dtype}, {config.num_slots} slots of {config.bucket_bytes / MIB:g} MiB",
+            case=f"2 processes, to {dtype}, {_way(config)}",
             transport="shm",
             ranks=1,
             tensors=len(payload(self.actor)),
@@ -80,6 +80,12 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
         yield one
 
 
+def _way(config: wsync.SyncConfig) -> str:
+    if config.path == "pull":
+        return "pulled"
+    return f"{config.num_slots} slots of {config.bucket_bytes / MIB:g} MiB"
+
+
 TO_FP32 = pytest.mark.parametrize("pair", [torch.float32], indirect=True, ids=["fp32"])
 TO_BF16 = pytest.mark.parametrize("pair", [torch.bfloat16], indirect=True, ids=["bf16"])
 
@@ -94,3 +100,8 @@ def test_sizes(pair: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], No
 @TO_BF16
 def test_cast(pair: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None]) -> None:
     keep(pair.measure(benchmark, DEFAULTS, None))
+
+
+@pytest.mark.parametrize("pair", [torch.float32, torch.bfloat16], indirect=True, ids=["fp32", "bf16"])
+def test_pull(pair: Pair, benchmark: BenchmarkFixture, keep: Callable[[Row], None]) -> None:
+    keep(pair.measure(benchmark, wsync.SyncConfig(path="pull"), None))
