@@ -10,6 +10,8 @@ from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
+import torch
+
 from wsync.deadline import Deadline
 from wsync.errors import SyncTimeout
 
@@ -97,7 +99,8 @@ class _Threads:
     def _run(self, thread: "_Thread", call: Callable[[], T], future: "Future[T]") -> bool:
         """Whether `thread` is to wait for another call."""
         try:
-            result, error = call(), None
+            with torch.enable_grad():  # as on a fresh thread, whatever the call before has left
+                result, error = call(), None
         except BaseException as caught:  # handed to whoever asks for the result
             result, error = None, caught
         self._end(future)

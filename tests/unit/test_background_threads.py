@@ -9,6 +9,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from wsync.background import Background
 from wsync.deadline import Deadline
 
@@ -69,6 +71,8 @@ def test_a_callback_that_takes_long_delays_no_other_call() -> None:
 
 NO_THREAD = """
 import threading, time
+import torch
+
 from wsync.background import Background
 def start(self):
     raise RuntimeError("can't start new thread")
@@ -88,3 +92,13 @@ def test_a_thread_that_could_not_start_delays_no_exit() -> None:
     subprocess.run([sys.executable, "-c", "import wsync.background"], cwd=ROOT, timeout=60)
     assert done.stdout == "can't start new thread\n"
     assert took - (time.monotonic() - began) < 3
+
+
+def test_a_call_finds_gradients_on_whatever_the_one_before_has_left() -> None:
+    def switched_off() -> bool:
+        torch.set_grad_enabled(False)
+        return torch.is_grad_enabled()
+
+    for _ in range(3):
+        assert Background("a call", torch.is_grad_enabled).result(Deadline.after(10.0))
+        assert not Background("a call that switches", switched_off).result(Deadline.after(10.0))
