@@ -23,14 +23,19 @@ def soon(seconds: float = 60.0) -> Deadline:
 def endless(engine: HFEngine) -> Background[Any]:
     """A generation that is running, until something ends it."""
     prompts = [[3, 17, 42, 99, 5], [7, 1]]
-    running = Background("a generation", lambda: engine.generate(prompts, max_new_tokens=1_000_000, eos_token_id=None))
-    deadline = soon()
+
+    def start() -> Background[Any]:
+        return Background("a generation", lambda: engine.generate(prompts, max_new_tokens=1_000_000, eos_token_id=None))
+
+    running, deadline = start(), soon()
     while deadline.remaining("the generation to begin"):
         try:
             engine.pause("wait", soon(0.1))
         except SyncTimeout:
             return running
         engine.resume()
+        if running.done:  # it came while the engine was paused, and was refused
+            running = start()
     raise AssertionError
 
 
