@@ -7,13 +7,16 @@ parts the sender then puts in their places.
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from wsync.errors import UnsupportedError
 from wsync.plan import Bucket, Plan, TensorMeta, TensorSpec
 from wsync.regions import Region
+
+T = TypeVar("T")
 
 PACKET_ALIGNMENT_BYTES = 16
 """Parts of a packet start at multiples of this: no dtype is wider."""
@@ -174,14 +177,20 @@ def holders_of(spec: TensorSpec) -> dict[Region, tuple[int, ...]]:
         region = owner.region.coalesce()
         if region.numel and owner.rank not in ranks.setdefault(region, []):
             ranks[region].append(owner.rank)
-    if sum(region.numel for region in ranks) > spec.numel:
-        ranks = {region: holders for region, holders in ranks.items() if region.numel == spec.numel}
-        if not ranks:
-            raise UnsupportedError(
-                f"{spec.name}: trainer ranks {sorted({owner.rank for owner in spec.owners})} hold parts that overlap "
-                f"without being the same; shard it alike on all of them"
-            )
-    return {region: tuple(holders) for region, holders in ranks.items()}
+    disjoint = without_overlaps(ranks, spec.numel)
+    if ranks and not disjoint:
+        raise UnsupportedError(
+            f"{spec.name}: trainer ranks {sorted({owner.rank for owner in spec.owners})} hold parts that overlap "
+            f"without being the same; shard it alike on all of them"
+        )
+    return {region: tuple(holders) for region, holders in disjoint.items()}
+
+
+def without_overlaps(by_region: Mapping[Region, T], numel: int) -> Mapping[Region, T]:
+    """All of the different regions of a tensor; if some overlap, those that are all of it: there may be none."""
+    if sum(region.numel for region in by_region) <= numel:
+        return by_region
+    return {region: held for region, held in by_region.items() if region.numel == numel}
 
 
 def _parts(tensor: TensorMeta, owner: Region) -> list[Part]:

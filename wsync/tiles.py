@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from wsync.runs import IntArray
-from wsync.views import Pair
+from wsync.views import Pair, first_elements, outer_dims
 
 TILE = 8192
 """Most elements in one row. Of 1024 to 16384 this was the best on an H200, by a few percent."""
@@ -67,24 +67,10 @@ def tables(
 
 def _runs(pair: Pair) -> tuple[tuple[IntArray, IntArray], int] | None:
     """First elements of the runs that are contiguous on both sides, and their length; None if that is too short."""
-    source, target = pair
-    dims = [
-        dim
-        for dim in zip(source.region.sizes, source.region.strides, target.region.strides, strict=True)
-        if dim[0] != 1
-    ]
-    length = 1
-    while dims and dims[-1][1:] == (length, length):
-        length *= dims.pop()[0]
-    if length * target.dtype.itemsize < MIN_RUN_BYTES and dims:
+    dims, length = outer_dims(pair)
+    if length * pair[1].dtype.itemsize < MIN_RUN_BYTES and dims:
         return None
-    froms = np.full(1, source.region.offset, np.int64)
-    tos = np.full(1, target.region.offset, np.int64)
-    for size, source_stride, target_stride in dims:
-        steps = np.arange(size, dtype=np.int64)
-        froms = (froms[:, None] + steps * source_stride).reshape(-1)
-        tos = (tos[:, None] + steps * target_stride).reshape(-1)
-    return (froms, tos), length
+    return first_elements(pair, dims), length
 
 
 def _cut(runs: tuple[IntArray, IntArray], length: int, pair: Pair, alignment: int) -> tuple[Kind, Table]:

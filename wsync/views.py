@@ -4,10 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
+import numpy as np
 import torch
 
 from wsync.errors import ProtocolError
 from wsync.regions import Region
+from wsync.runs import IntArray
 from wsync.strided import memory_view
 
 
@@ -33,6 +35,43 @@ class Place:
 Pair = tuple[Place, Place]
 """Source and target of a copy, of equal sizes: element i of the one goes to element i of the other, cast if dtypes
 differ."""
+
+Dim = tuple[int, int, int]
+"""Of a pair: its size, and the strides of source and target."""
+
+
+def outer_dims(pair: Pair) -> tuple[list[Dim], int]:
+    """The dims over runs that are contiguous on both sides, and the elements of each run."""
+    source, target = pair
+    dims = [
+        dim
+        for dim in zip(source.region.sizes, source.region.strides, target.region.strides, strict=True)
+        if dim[0] != 1
+    ]
+    length = 1
+    while dims and dims[-1][1:] == (length, length):
+        length *= dims.pop()[0]
+    return dims, length
+
+
+def first_elements(pair: Pair, dims: Sequence[Dim]) -> tuple[IntArray, IntArray]:
+    """Positions of the first element of each run, at the source and at the target, in the order of the elements."""
+    source, target = pair
+    froms = np.full(1, source.region.offset, np.int64)
+    tos = np.full(1, target.region.offset, np.int64)
+    for size, source_stride, target_stride in dims:
+        steps = np.arange(size, dtype=np.int64)
+        froms = (froms[:, None] + steps * source_stride).reshape(-1)
+        tos = (tos[:, None] + steps * target_stride).reshape(-1)
+    return froms, tos
+
+
+def extents(places: Sequence[Place], num_memories: int) -> list[int]:
+    """Bytes of each memory, from its first one to the last that any of `places` needs."""
+    sizes = [0] * num_memories
+    for place in places:
+        sizes[place.memory] = max(sizes[place.memory], place.region.bounds[1] * place.dtype.itemsize)
+    return sizes
 
 
 class Views(Sequence[torch.Tensor]):

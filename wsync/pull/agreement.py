@@ -38,7 +38,8 @@ def agree_on_pull(
         raise UnsupportedError(f"weights cannot be pulled: {next(reason for reason in reasons if reason)}")
     dtypes = {spec.name: spec.dtype for spec in held}
     fit = {spec.name for spec in wanted if _fits(spec, dtypes, manifests)}
-    hidden = group.gather("exposed", lambda: [name for name in sorted(fit) if not _exposes(producer, name)], patience)
+    exposing = cast("ExportingProducer", producer)
+    hidden = group.gather("exposed", lambda: [name for name in sorted(fit) if not exposing.exposes(name)], patience)
     names = fit.difference(*cast("Sequence[Sequence[str]]", hidden))
     if not names:
         raise UnsupportedError(
@@ -52,8 +53,6 @@ def _refused(producer: Producer, engines: Sequence[Engine], probes: Sequence[Pro
     """Why this rank, or a worker of one of its engines, cannot take part; "" if all can."""
     if not isinstance(producer, ExportingProducer):
         return f"a {type(producer).__name__} does not say where its tensors lie"
-    if producer.device.type != "cpu":
-        return f"weights on {producer.device} are pulled only where they lie whole on a device that workers share"
     for engine in engines:
         if not isinstance(engine, PullingEngine):
             return f"{engine.name} is reached in a way that does not pass on where weights lie"
@@ -61,10 +60,6 @@ def _refused(producer: Producer, engines: Sequence[Engine], probes: Sequence[Pro
             if reason:
                 return f"worker {worker} of {engine.name}: {reason}"
     return ""
-
-
-def _exposes(producer: Producer, name: str) -> bool:
-    return isinstance(producer, ExportingProducer) and producer.exposes(name)
 
 
 def _fits(spec: TensorSpec, held: Mapping[str, object], manifests: Sequence[Manifest]) -> bool:

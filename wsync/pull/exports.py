@@ -10,7 +10,7 @@ import torch
 from wsync.regions import Region
 from wsync.topology import Endpoint, local_endpoint
 from wsync.traits import addresses
-from wsync.views import Place
+from wsync.views import Place, extents
 
 _PROBE_BYTES = 64
 
@@ -77,15 +77,10 @@ class Probed:
 
 def export(rank: int, device: torch.device, shares: Shares) -> Export:
     """What other processes need to read `shares`."""
-    sizes = [0] * len(shares.memories)
-    for part in shares.parts:
-        place = part.place
-        if place.region.numel:
-            sizes[place.memory] = max(sizes[place.memory], place.region.bounds[1] * place.dtype.itemsize)
     return Export(
         rank=rank,
         endpoint=local_endpoint(device),
         addresses=tuple(addresses(shares.memories)),
-        sizes=tuple(sizes),
+        sizes=tuple(extents([part.place for part in shares.parts], len(shares.memories))),
         parts=shares.parts,
     )

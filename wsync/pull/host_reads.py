@@ -7,7 +7,7 @@ import ctypes
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -15,9 +15,10 @@ import numpy as np
 import torch
 
 from wsync.errors import PeerError, TransportError
+from wsync.regions import Region
 from wsync.runs import IntArray
 from wsync.strided import memory_view
-from wsync.views import Pair, Place, as_dtype
+from wsync.views import Pair, Place, as_dtype, first_elements, outer_dims
 
 _IOV_MAX = 1024
 """Most runs in one call; Linux has no more."""
@@ -50,19 +51,40 @@ class _Runs:
     """Of each run."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """Elements that take another dtype on the way."""
+
+    runs: _Runs
+    """Into a row-major scratch of the target's sizes, in the source's dtype."""
+
+    dtype: torch.dtype
+    """Of the source."""
+
+    place: Place
+    """Of the target."""
+
+    def read(self, foreign: Foreign, target: torch.Tensor) -> None:
+        """Through a scratch into `target`."""
+        runs, region = self.runs, self.place.region
+        scratch = torch.empty(region.sizes, dtype=self.dtype)
+        _read_runs(foreign.pid, [(foreign.address + runs.froms, scratch.data_ptr() + runs.tos, runs.nbytes)])
+        memory_view(as_dtype(target, self.place.dtype), region).copy_(scratch)
+
+
 class HostReads:
     """Copies that are worked out once and run at every sync."""
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
         """`pairs`: from places in foreign memories to places in targets, all in host memory."""
         self._runs: list[_Runs] = []
-        self._casts: list[Pair] = []
+        self._casts: list[_Cast] = []
         for pair in pairs:
             source, target = pair
             if source.dtype == target.dtype:
-                self._runs.append(_runs(source, target))
+                self._runs.append(_runs(pair))
             else:
-                self._casts.append(pair)
+                self._casts += _casts(pair)
         self.nbytes = sum(source.region.numel * source.dtype.itemsize for source, _ in pairs)
 
     def run(self, sources: Sequence[Foreign], targets: Sequence[torch.Tensor]) -> None:
@@ -75,8 +97,8 @@ class HostReads:
             by_process[foreign.pid].append(moves)
         for pid, all_moves in by_process.items():
             _read_runs(pid, all_moves)
-        for source, target in self._casts:
-            _cast(sources[source.memory], source, as_dtype(targets[target.memory], target.dtype), target)
+        for cast in self._casts:
+            cast.read(sources[cast.runs.source], targets[cast.runs.target])
 
 
 def read(foreign: Foreign) -> bytes:
@@ -87,46 +109,33 @@ def read(foreign: Foreign) -> bytes:
     return buffer.numpy().tobytes()
 
 
-def _runs(source: Place, target: Place) -> _Runs:
-    """First bytes of what is contiguous on both sides, in the order of the elements."""
-    dims = [
-        dim
-        for dim in zip(source.region.sizes, source.region.strides, target.region.strides, strict=True)
-        if dim[0] != 1
-    ]
-    length = 1
-    while dims and dims[-1][1:] == (length, length):
-        length *= dims.pop()[0]
-    froms = np.full(1, source.region.offset, np.int64)
-    tos = np.full(1, target.region.offset, np.int64)
-    for size, source_stride, target_stride in dims:
-        steps = np.arange(size, dtype=np.int64)
-        froms = (froms[:, None] + steps * source_stride).reshape(-1)
-        tos = (tos[:, None] + steps * target_stride).reshape(-1)
+def _runs(pair: Pair) -> _Runs:
+    """What is contiguous on both sides, in the order of the elements."""
+    source, target = pair
+    dims, length = outer_dims(pair)
+    froms, tos = first_elements(pair, dims)
     itemsize = source.dtype.itemsize
     return _Runs(source.memory, target.memory, froms * itemsize, tos * itemsize, length * itemsize)
 
 
-def _cast(foreign: Foreign, source: Place, memory: torch.Tensor, target: Place) -> None:
-    """Values through a little memory of this process, a few rows at a time."""
+def _casts(pair: Pair) -> Iterator[_Cast]:
+    """A few rows at a time, so that the values of each fit into a little memory of this process."""
+    source, target = pair
     rows = source.region.sizes[0] if source.region.sizes else 1
     each = max(1, source.region.numel // max(rows, 1)) * source.dtype.itemsize
     step = max(1, _SCRATCH_BYTES // each)
     for start in range(0, rows, step):
-        part, there = (_rows(place, start, min(step, rows - start)) for place in (source, target))
-        scratch = torch.empty(part.region.sizes, dtype=source.dtype)
-        dense = Place(memory=0, dtype=source.dtype, region=type(part.region).whole(part.region.sizes))
-        runs = _runs(part, dense)
-        _read_runs(foreign.pid, [(foreign.address + runs.froms, scratch.data_ptr() + runs.tos, runs.nbytes)])
-        memory_view(memory, there.region).copy_(scratch)
+        part, there = (_rows(place, start, min(step, rows - start)) for place in pair)
+        dense = Place(memory=target.memory, dtype=source.dtype, region=Region.whole(part.region.sizes))
+        yield _Cast(_runs((part, dense)), source.dtype, there)
 
 
 def _rows(place: Place, start: int, count: int) -> Place:
     region = place.region
     if not region.sizes:
         return place
-    first = type(region)(region.offset + start * region.strides[0], (count, *region.sizes[1:]), region.strides)
-    return Place(memory=place.memory, dtype=place.dtype, region=first)
+    first = Region(region.offset + start * region.strides[0], (count, *region.sizes[1:]), region.strides)
+    return replace(place, region=first)
 
 
 def _read_runs(pid: int, moves: Sequence[tuple[IntArray, IntArray, int]]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from wsync.errors import ProtocolError, UnsupportedError, WsyncError
-from wsync.gather import aligned
+from wsync.gather import aligned, without_overlaps
 from wsync.plan import Bucket
 from wsync.pull.exports import Export, Probe, Share
 from wsync.pull.host_reads import Foreign, HostReads, foreign_memories, read
@@ -85,14 +85,13 @@ def _choose(
     chosen = []
     for meta, by_region in zip(bucket.tensors, holders, strict=True):
         numel = meta.elements.numel
-        if sum(region.numel for region in by_region) > numel:
-            by_region = {region: parts for region, parts in by_region.items() if region.numel == numel}
-            if not by_region:
-                raise UnsupportedError(f"{meta.name}: trainer ranks hold parts that overlap without being the same")
-        if uncovered(list(by_region), numel):
+        disjoint = without_overlaps(by_region, numel)
+        if by_region and not disjoint:
+            raise UnsupportedError(f"{meta.name}: trainer ranks hold parts that overlap without being the same")
+        if uncovered(disjoint, numel):
             raise ProtocolError(f"no trainer rank exports some part of {meta.name}")
         regions = []
-        for parts in by_region.values():
+        for parts in disjoint.values():
             index, part = min(
                 parts, key=lambda one: (exports[one[0]].endpoint.process != reader.process, load[one[0]], one[0])
             )

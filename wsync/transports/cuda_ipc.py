@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wsync.deadline import Deadline
-from wsync.errors import PeerError, ProtocolError, TransportError, UnsupportedError, WsyncError
+from wsync.errors import PeerError, ProtocolError, TransportError, UnsupportedError
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
 from wsync.traits import addresses
@@ -28,10 +28,8 @@ from wsync.transports.device_memory import (
     refusals,
 )
 from wsync.transports.listener import Listener, Welcome, connect, listen_here
-from wsync.transports.ring import Ring, failure_of
-from wsync.transports.slots import BY_REFERENCE, SlotMemory, SlotReceiver, SlotSender
-
-_FAIL_TIMEOUT_S = 1.0
+from wsync.transports.ring import Ring
+from wsync.transports.slots import BY_REFERENCE, SlotMemory, SlotReceiver, SlotSender, give_up
 
 
 class _Written(SlotMemory):
@@ -167,9 +165,7 @@ class CudaIpcTransport:
                     link.send(("slots", *map(_exported, memory.read)), deadline)
             return SlotReceiver(link, memory, _Mapping(device))
         except BaseException as error:
-            with suppress(WsyncError):
-                words = failure_of(f"{type(error).__name__}: {error}")
-                link.send(("fail", *words), Deadline.after(_FAIL_TIMEOUT_S))
+            give_up(link, f"{type(error).__name__}: {error}")
             link.close()
             raise
 

@@ -18,7 +18,7 @@ import torch
 from wsync.errors import ProtocolError
 from wsync.plan import Bucket
 from wsync.traits import addresses
-from wsync.views import Place, Views
+from wsync.views import Place, Views, extents
 
 _FRAME_ITEMS = 3 * 1024
 """A segment's key has 128 characters, a place some 50 bytes: a frame stays below 256 KiB."""
@@ -83,7 +83,7 @@ class Descriptions:
             and self._exporter.intact(known.segments)
         ):
             return ()
-        sizes = _sizes(views)
+        sizes = extents(views.places, len(views.memories))
         filled = [start for start, size in zip(found, sizes, strict=True) if size]
         of = dict(zip(filled, self._exporter.segments(filled), strict=True))
         segments = list(dict.fromkeys(of.values()))
@@ -157,15 +157,6 @@ class Openings:
                 raise ProtocolError("the sender described a memory outside of its segments")
             found.append(segment[offset : offset + size])
         return frozenset(keys), found
-
-
-def _sizes(views: Views) -> list[int]:
-    """Bytes of each memory, from its first one to the last that a tensor of the bucket needs."""
-    sizes = [0] * len(views.memories)
-    for place in views.places:
-        if place.region.numel:
-            sizes[place.memory] = max(sizes[place.memory], place.region.bounds[1] * place.dtype.itemsize)
-    return sizes
 
 
 def _cut(kind: str, items: Sequence[object]) -> Iterator[tuple[object, ...]]:

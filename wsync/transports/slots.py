@@ -216,6 +216,12 @@ class SlotSender:
         self._receivers.check(alive)
 
 
+def give_up(link: Link, message: str) -> None:
+    """Tell the sender why a receiver ends, with the traceback of what is being handled. Never raises."""
+    with suppress(WsyncError):
+        link.send(("fail", *failure_of(message)), Deadline.after(_FAIL_TIMEOUT_S))
+
+
 class SlotReceiver:
     """Meets `wsync.Receiver`. `fail` and `close` may be called from any thread, also while `buckets` waits."""
 
@@ -237,8 +243,7 @@ class SlotReceiver:
 
     def fail(self, message: str) -> None:
         """See `wsync.Receiver`."""
-        with suppress(WsyncError):
-            self._link.send(("fail", *failure_of(message)), Deadline.after(_FAIL_TIMEOUT_S))
+        give_up(self._link, message)
 
     def close(self) -> None:
         """See `wsync.Receiver`. Tensors that are still referenced stay mapped until they are dropped."""

@@ -1,7 +1,7 @@
 """The cases. Each is called in a fresh process with a GPU, and tells what it measured and what it saw."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +16,7 @@ from wsync.bench.gpu.checks import check_tokens, free, held, load_directly, outc
 from wsync.bench.gpu.moonshot import beside_moonshot
 from wsync.bench.gpu.outcome import COPY, Limit, Outcome, cast, copies, in_turn
 from wsync.bench.samples import Way
-from wsync.config import MIB
-from wsync.transports.cuda_ipc import CudaIpcTransport
+from wsync.config import MIB, PathMode
 
 ROUNDS = 12
 _BUCKET_BYTES = 256 * MIB
@@ -74,15 +73,7 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
     return outcome
 
 
-class _Slots(CudaIpcTransport):
-    """Goes the way of trainers whose tensors cannot be read in place."""
-
-    def refuse_references(self, tensors: Sequence[torch.Tensor]) -> str | None:
-        """Always."""
-        return "this case is about slots"
-
-
-def from_another_process(name: str, start: Callable[[Path, str], Any], transport: CudaIpcTransport) -> Outcome:
+def from_another_process(name: str, start: Callable[[Path, str], Any], path: PathMode) -> Outcome:
     """A module into an engine with processes of its own, over CUDA IPC."""
     with tempfile.TemporaryDirectory() as folder:
         config = models.config_of(models.DENSE, torch.bfloat16)
@@ -91,13 +82,13 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], transport
         is_vllm = start is engines.start_vllm
         rivals = (EACH, PACKED) if is_vllm else (FLATTENED,)
         limits = tuple(Limit(reference=rival, factor=1.0) for rival in rivals)
-        in_place = not isinstance(transport, _Slots)
+        in_place = path != "buckets"
         if is_vllm and in_place:
             limits = (Limit(reference=TWO_COPIES, factor=1.3), *limits)
         outcome = outcome_of(name, actor, torch.bfloat16, limits)
         free()
         free_bytes = torch.cuda.mem_get_info()[0]
-        settings = wsync.SyncConfig(transport=transport, bucket_bytes=_BUCKET_BYTES, num_slots=2)
+        settings = wsync.SyncConfig(transport="cuda_ipc", path=path, bucket_bytes=_BUCKET_BYTES, num_slots=2)
         with wsync.connect(actor, engine, config=settings) as session:
             outcome.checks["goes the way of this case"] = ("read where the trainer" in session.explain()) is in_place
             for _ in range(2):
@@ -207,13 +198,13 @@ CASES: Mapping[str, Case] = {
     ),
     "vllm-ipc": Case(
         about="another process to vLLM over CUDA IPC, dense 7B",
-        run=lambda name: from_another_process(name, engines.start_vllm, CudaIpcTransport()),
+        run=lambda name: from_another_process(name, engines.start_vllm, "auto"),
         needs=("vllm",),
         separate=True,
     ),
     "vllm-ipc-slots": Case(
         about="the same in buckets, 2 slots of 256 MiB",
-        run=lambda name: from_another_process(name, engines.start_vllm, _Slots()),
+        run=lambda name: from_another_process(name, engines.start_vllm, "buckets"),
         needs=("vllm",),
         separate=True,
     ),
@@ -240,7 +231,7 @@ CASES: Mapping[str, Case] = {
     "vllm-adapter-base": Case(about="merged weights where adapters go, too", run=lora.both, needs=("vllm", "peft")),
     "sglang-ipc": Case(
         about="another process to SGLang over CUDA IPC, dense 7B",
-        run=lambda name: from_another_process(name, engines.start_sglang, CudaIpcTransport()),
+        run=lambda name: from_another_process(name, engines.start_sglang, "auto"),
         needs=("sglang",),
         separate=True,
     ),

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import wsync
 from wsync.bench.gpu import engines, models
+from wsync.bench.gpu.checks import load_directly, outcome_of
 from wsync.bench.gpu.outcome import Outcome
 from wsync.bench.gpu.pinned import PinnedCopies
 from wsync.bench.gpu.stays import Stay, growth, stays_of
@@ -86,7 +86,7 @@ def vllm_memory(name: str, *, small: bool = False, device: str = "cuda") -> Outc
         ceiling.sample()
         models_of, optimizers = {"actor": trainer.actor}, {"adamw": trainer.optimizer}
         memory = wsync.MemoryManager(engine=engine, models=models_of, optimizers=optimizers)
-        outcome = _outcome(name, trainer.actor)
+        outcome = outcome_of(name, trainer.actor, _DTYPE, ())
         outcome.facts["bytes that vLLM's pools keep unused"] = unused
         _told(outcome, memory, lambda: _iterate(outcome, memory, engine, trainer))
         planned = predicted(config, cache_bytes, total)
@@ -105,7 +105,7 @@ def sglang_memory(name: str, *, layers: int = 4, device: str = "cuda") -> Outcom
         engine = engines.start_sglang(models.make_folder(config, Path(folder)), "bfloat16", sleep=True)
         actor = models.make_actor(config, _DTYPE, 1, device)
         memory = wsync.MemoryManager(engine=engine, models={"actor": actor})
-        outcome = _outcome(name, actor)
+        outcome = outcome_of(name, actor, _DTYPE, ())
 
         def turns() -> None:
             answers = list[Any]()
@@ -248,7 +248,7 @@ def _check_weights(outcome: Outcome, memory: wsync.MemoryManager, engine: Any, a
     [model] = engine.collective_rpc("get_model")
     with memory.using("actor"):
         got = {key: tensor.to("cpu", copy=True) for key, tensor in model.named_parameters()}
-        _load(engine, model, actor)
+        load_directly(engine, model, models.engine_side(actor))
         outcome.checks["bytes as from load_weights"] = all(
             torch.equal(tensor.view(torch.uint8), got.pop(key).to(tensor.device).view(torch.uint8))
             for key, tensor in model.named_parameters()
@@ -260,17 +260,3 @@ def _check_weights(outcome: Outcome, memory: wsync.MemoryManager, engine: Any, a
     wsync.sync(actor, engine, memory=memory)
     got_tokens = engines.answers_of(engine)
     outcome.checks["tokens after sleep, sync and wake"] = got_tokens == expected and got_tokens != before
-
-
-@torch.no_grad()
-def _load(engine: Any, model: Any, actor: nn.Module) -> None:
-    """vLLM's own loader, called directly."""
-    from vllm.config import set_current_vllm_config
-
-    with set_current_vllm_config(engine.llm_engine.vllm_config):
-        model.load_weights(models.engine_side(actor))
-
-
-def _outcome(name: str, actor: nn.Module) -> Outcome:
-    sent = [tensor.numel() for _, tensor in models.engine_side(actor)]
-    return Outcome(case=name, tensors=len(sent), nbytes=sum(sent) * _DTYPE.itemsize)
