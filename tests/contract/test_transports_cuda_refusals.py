@@ -22,7 +22,7 @@ FILL = """
 import sys, torch
 from wsync.transports.device_memory import device_of, open_exported
 device = device_of(sys.argv[1])
-[slot] = open_exported(device, bytes.fromhex(sys.argv[2]), int(sys.argv[3]), 1)
+slot = open_exported(device, bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
 slot.fill_(7)
 torch.cuda.synchronize(device)
 print(device)
@@ -45,7 +45,7 @@ def goes_on() -> Iterator[None]:
 
 def fill_elsewhere(visible: str) -> "tuple[subprocess.CompletedProcess[str], torch.Tensor]":
     """A slot of the first device here, filled by a process that sees the devices `visible`."""
-    handle, [slot] = allocate(DEVICE, SLOT_BYTES, 1)
+    handle, slot = allocate(DEVICE, SLOT_BYTES, 1)
     slot.zero_()
     torch.cuda.synchronize(DEVICE)
     uuid = str(torch.cuda.get_device_properties(DEVICE).uuid)

@@ -123,12 +123,19 @@ def test_the_loop_with_an_engine_that_is_there(monkeypatch: pytest.MonkeyPatch) 
     assert {phase: len(some) for phase, some in stays.items()} == {"rollout": 6, "train": 5, "sync": 5}
     memory_case._check_stays(outcome, stays, {})
     memory_case._check_room(outcome, memory, trainer, 0)
-    memory_case._check_speed(outcome, memory, (1.0, 1.0))
+    in_turn = len(memory.ledger.moves())
+    memory_case._move_actor(memory)
+    memory_case._check_speed(outcome, memory, in_turn, (1.0, 1.0))
     actor = sum(parameter.numel() for parameter in trainer.actor.parameters()) * 2
     sizes = outcome.facts["bytes by part"]
     assert isinstance(sizes, dict)
     assert (sizes["gradients"], sizes["actor"] >= actor, sizes["adamw"] >= 2 * actor) == (actor, True, True)
+    assert outcome.checks["restore actor at 80% of a pinned copy"]
     assert {"release actor at 80% of a pinned copy", "all parts together would not fit"} <= outcome.checks.keys()
+    alone, turn = outcome.facts["restore actor, GB/s"], outcome.facts["restore actor in turn, seconds"]
+    assert isinstance(alone, dict)
+    assert isinstance(turn, list)
+    assert len(alone["seconds"]) == len(turn) == 5
 
 
 def test_a_run_that_breaks_off_tells_what_was_seen_until_then(monkeypatch: pytest.MonkeyPatch) -> None:
