@@ -22,8 +22,12 @@ class Copies:
     left to torch, a view for each side: memories on several devices, dtypes that the kernel does not convert.
     """
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        self._pairs = tuple(pairs)
+    def __init__(self, pairs: Sequence[Pair], *, mapped: bool = False) -> None:
+        """Args:
+        pairs: what is copied.
+        mapped: whether the device of the targets can read all sources, wherever they are.
+        """
+        self._pairs, self._mapped = tuple(pairs), mapped
         self._launches: Launches | None = None
         self._device: torch.device | None = None
         self._host: tuple[Sequence[WholeCopies], Sequence[Pair]] | None = None
@@ -49,7 +53,7 @@ class Copies:
             missed = [pair for whole in wholes if not whole.run(sources, targets) for pair in whole.pairs]
             copy_views([*others, *missed], sources, targets)
             return
-        device = _only_device(sources, targets)
+        device = _only_device(targets) if self._mapped else _only_device(sources, targets)
         if device is None or device.type != "cuda":
             copy_views(self._pairs, sources, targets)
         else:

@@ -153,10 +153,10 @@ class WorkerEngine(ABC):
         """See `wsync.protocols.pull.PullingEngine`."""
         return [str(reply["reason"]) for reply in self._ask("probe", {"probes": list(probes)}, deadline)]
 
-    def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> None:
+    def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> float:
         """See `wsync.protocols.pull.PullingEngine`."""
         self._fence("hear of exports", deadline)
-        self._ask("exports", {"exports": list(exports)}, deadline)
+        return max(float(reply["seconds"]) for reply in self._ask("exports", {"exports": list(exports)}, deadline))
 
     @property
     def attachment(self) -> str | None:

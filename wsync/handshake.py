@@ -12,11 +12,11 @@ import torch
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
 from wsync.digest import word_bytes
-from wsync.errors import ConfigError, MismatchError, UnsupportedError, first_five
+from wsync.errors import ConfigError, MismatchError, first_five
 from wsync.group import Group
 from wsync.plan import ALIGNMENT_BYTES, Plan, TensorSpec
 from wsync.protocols import Engine, Manifest, Producer, ReferringTransport, Transport
-from wsync.pull.agreement import agree_on_pull
+from wsync.pull.agreement import agree_on_pull, check_exports
 from wsync.regions import uncovered
 from wsync.topology import Choice, Topology, choose, local_endpoint
 from wsync.views import Views
@@ -93,10 +93,12 @@ def connect_ranks(
     patience = Deadline.beyond(config.timeout_s)
     choices = group.local("choose a transport", lambda: _choose_all(producer, engines, transports, config), patience)
     manifests = [manifest for workers in replicas.values() for manifest in workers]
-    if config.path == "pull" and producer.device.type == "cpu":
+    if config.path == "pull":
         pulled = agree_on_pull(producer, engines, specs, wanted, manifests, group, config)
         plan, buckets_because = Plan.pack(wanted, config.bucket_bytes, pulled), ""
         group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
+        if plan.pulled is not None:
+            check_exports(producer, plan.pulled, group, config)
     else:
         plan, buckets_because = agree_on_plan(producer, wanted, choices, senders, group, config)
     return Agreement(
@@ -141,8 +143,6 @@ def agree_on_plan(
         if not any(reasons):
             return plan, ""
     why = next(str(reason) for reason in reasons if reason)
-    if config.path == "pull":
-        raise UnsupportedError(f"weights cannot be pulled: {why}")
     plan = Plan.pack(wanted, config.bucket_bytes)
     group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
     return plan, why

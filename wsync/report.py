@@ -40,8 +40,9 @@ class SyncReport:
     """Seconds by stage, in the order in which they ran first; nested stages are not counted twice.
 
     "worker wait", "worker load" and "worker finish" come last, where this rank owns engines: what the slowest of their
-    workers spent waiting for buckets, loading, and in the engine's post-load processing. Workers run beside the other
-    stages, so that these three are no part of their sum.
+    workers spent waiting for buckets, loading, and in the engine's post-load processing. Of weights that are pulled
+    "worker read" is how long the copies took, "worker map" how long it took to map memory that is new. Workers run
+    beside the other stages, so that these are no part of their sum.
     """
 
     peak_bytes: int

@@ -64,9 +64,7 @@ class Session:
         self._agreement: Agreement = connect_ranks(producer, engines, transports, group, config)
         self._sent = self._agreement.plan.sent
         pulled = self._agreement.plan.pulled
-        self._ranks = (
-            None if pulled is None else Ranks(cast("ExportingProducer", producer), pulled, producer.device, group)
-        )
+        self._ranks = None if pulled is None else Ranks(cast("ExportingProducer", producer), pulled, group)
 
     def sync(self, version: int | None = None) -> SyncReport:
         """*Collective.* Bring every engine to the trainer's present weights.
@@ -236,7 +234,7 @@ class Session:
                 self._ranks.look(self._patience())
         paused = Stopwatch()
         with watch.stage("pause"):
-            group.local("pause", lambda: self._start_engines(version, attempt), self._patience())
+            group.local("pause", lambda: self._start_engines(version, attempt, watch), self._patience())
         error: BaseException | None = None
         for bucket in self._sent.buckets:
             error = self._send(bucket, error, watch)
@@ -259,7 +257,7 @@ class Session:
                 watch.stages[f"worker {name}"] = max(seconds, watch.stages.get(f"worker {name}", 0.0))
         return paused.seconds if self.engines else 0.0
 
-    def _start_engines(self, version: int, attempt: str) -> None:
+    def _start_engines(self, version: int, attempt: str, watch: Stopwatch) -> None:
         deadline = self._deadline()
         for engine in self.engines:
             engine.pause(self.config.pause, deadline)
@@ -269,7 +267,7 @@ class Session:
                 f"{first_five(lost)}: another session took the engine since this one began; sync again"
             )
         if self._ranks is not None:
-            self._ranks.tell(self.engines, deadline)
+            watch.stages["worker map"] = self._ranks.tell(self.engines, deadline)
         for engine in self.engines:
             engine.begin(version, attempt, deadline, digest=self.config.verify == "digest")
 

@@ -95,6 +95,7 @@ def _schemas() -> tuple[_Schema, ...]:
     from wsync.pull.exports import Export, Probe, Share
     from wsync.regions import Region
     from wsync.topology import Endpoint, Topology
+    from wsync.transports.references import Segment
     from wsync.views import Place
 
     layout = {"name": _TEXT, "shape": _NATURALS, "dtype": _DTYPE_FIELD}
@@ -125,11 +126,20 @@ def _schemas() -> tuple[_Schema, ...]:
             Export,
             rank=_NATURAL,
             endpoint=_Field((Endpoint,)),
+            segments=_only(Segment),
             addresses=_NATURALS,
             sizes=_NATURALS,
             parts=_only(Share),
         ),
-        _Schema(Probe, rank=_NATURAL, endpoint=_Field((Endpoint,)), address=_NATURAL, value=_BYTES),
+        _Schema(
+            Probe,
+            rank=_NATURAL,
+            endpoint=_Field((Endpoint,)),
+            segments=_only(Segment),
+            address=_NATURAL,
+            value=_BYTES,
+        ),
+        _Schema(Segment, key=_TEXT, start=_NATURAL, nbytes=_NATURAL),
     )
 
 

@@ -6,7 +6,7 @@
     describe  specs, void                          manifest
     attach    plan, ticket, first_index, timeout_s, void
     probe     probes                               reason
-    exports   exports
+    exports   exports                              seconds
     update    version, attempt, timeout_s, digest, void  digests, seconds, pulled_nbytes
     publish   version, attempt                     version
     abort     attempt                              state
@@ -24,6 +24,7 @@ import torch
 
 from wsync import registry, wire
 from wsync.deadline import Deadline
+from wsync.device import current_device
 from wsync.digest import digest
 from wsync.errors import EngineStateError, MismatchError, ProtocolError, first_five
 from wsync.loadplan import LoadPlan, Write
@@ -178,7 +179,8 @@ class Worker:
         routine = Routine.compile(load, plan)
         index = int(message["first_index"]) + self._rank
         deadline = Deadline.after(float(message["timeout_s"]))
-        receiver = self._transport(ticket.transport).receiver(ticket, index, deadline)
+        with current_device(self._loader.endpoint().device):
+            receiver = self._transport(ticket.transport).receiver(ticket, index, deadline)
         with self._detaching:
             self._attachment = _Attachment(ticket.address, self._loader, plan, plan.sent, routine, receiver)
         return {}
@@ -191,10 +193,12 @@ class Worker:
         attachment, exports = self._attachment, cast("Sequence[Export]", message["exports"])
         if attachment is None or attachment.plan.pulled is None:
             raise EngineStateError("no plan is attached that has anything to pull")
-        bucket = attachment.plan.pulled
+        bucket, watch = attachment.plan.pulled, Stopwatch()
         steps = attachment.routine.steps[bucket.index]
+        if attachment.sources is not None:
+            attachment.sources.close()
         attachment.sources = Sources(bucket, steps, exports, attachment.loader.endpoint())
-        return {}
+        return {"seconds": watch.seconds}
 
     def _detach(self, message: Message) -> Message:
         address = message["address"]
@@ -204,6 +208,8 @@ class Worker:
                 return {}
             self._attachment = None
         attachment.receiver.close()
+        if attachment.sources is not None:
+            attachment.sources.close()
         return {}
 
     def _update(self, message: Message) -> Message:
@@ -258,6 +264,8 @@ class Worker:
         self._states.loaded(attempt)
         load, wait = watch.stages["load"], watch.stages["wait"]
         seconds = {"wait": wait, "load": load - wait, "finish": watch.stages["finish"]}
+        if attachment.sources is not None:
+            seconds["read"] = attachment.sources.seconds
         found = digests.values if digests is not None else {}
         return {"digests": found, "seconds": seconds, "pulled_nbytes": pulled_nbytes}
 

@@ -20,7 +20,8 @@ GPUS = torch.cuda.device_count()
 
 FILL = """
 import sys, torch
-from wsync.transports.device_memory import device_of, open_exported
+from wsync.device import device_of
+from wsync.transports.device_memory import open_exported
 device = device_of(sys.argv[1])
 slot = open_exported(device, bytes.fromhex(sys.argv[2]), int(sys.argv[3]))
 slot.fill_(7)

@@ -46,6 +46,7 @@ class Runtime(ModuleType):
         ids: address -> the number of the allocation there.
         opened_on: indexes of the devices that handles were opened on.
         visible: UUIDs in the order of this process.
+        peers: whether the devices can read each other.
     """
 
     cudaIpcMemHandle_t = Handle
@@ -60,6 +61,7 @@ class Runtime(ModuleType):
         self.mapped: dict[int, int] = {}
         self.opened_on: list[int] = []
         self.visible = list(UUIDS)
+        self.peers = True
         self.current = 0
         self.last = Code.cudaSuccess
         self.ids: dict[int, int] = {}
@@ -191,6 +193,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Runtime:
         "get_device_properties": lambda device: SimpleNamespace(uuid=runtime.visible[_index(device)]),
         "current_stream": lambda device: SimpleNamespace(wait_event=lambda event: None),
         "synchronize": lambda device: None,
+        "current_device": lambda: runtime.current,
+        "can_device_access_peer": lambda device, holder: runtime.peers,
         "Event": events_of(runtime),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)

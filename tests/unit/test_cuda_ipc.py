@@ -12,12 +12,13 @@ from tests.unit.fake_cuda import GIB, UUIDS, Code, Runtime, host_view, install
 from tests.unit.toy_loader import ToyLoader, checkpoint, specs_of
 from tests.unit.worker_rig import Failed, Rig
 from wsync.deadline import Deadline
+from wsync.device import device_of
 from wsync.errors import PeerError, TransportError
 from wsync.plan import Plan, TensorSpec
 from wsync.protocols import Receiver, Sender
 from wsync.topology import Endpoint, Topology
 from wsync.transports.cuda_ipc import CudaIpcTransport
-from wsync.transports.device_memory import DeviceExporter, device_of
+from wsync.transports.device_memory import DeviceExporter
 
 DEVICE = torch.device("cuda", 0)
 TIMEOUT_S = 20.0
@@ -135,10 +136,32 @@ def test_a_device_that_the_reader_does_not_see(cuda: Runtime, pool: ThreadPoolEx
     assert cuda.opened_on == []
 
 
+def test_a_reader_on_another_device_maps_slots_where_it_reads(cuda: Runtime, pool: ThreadPoolExecutor) -> None:
+    sender = make_sender()
+    cuda.current = 1
+    connect = connecting(pool, sender)
+    sender.accept(Deadline.after(TIMEOUT_S))
+    assert cuda.opened_on == [1]
+    sender.close()
+    connect.result(TIMEOUT_S).close()
+
+
+def test_a_reader_on_a_device_that_cannot_read_the_slots(cuda: Runtime, pool: ThreadPoolExecutor) -> None:
+    sender = make_sender()
+    cuda.current, cuda.peers = 1, False
+    connect = connecting(pool, sender)
+    with pytest.raises(PeerError, match="there is no way between these devices"):
+        sender.accept(Deadline.after(TIMEOUT_S))
+    assert "cuda:1 cannot read the memory of cuda:0" in message_of(connect)
+    assert cuda.opened_on == []
+    sender.close()
+
+
 def test_the_same_device_at_another_index(cuda: Runtime, pool: ThreadPoolExecutor) -> None:
     sender = make_sender()
     cuda.visible.reverse()
-    assert device_of(UUIDS[0]) == torch.device("cuda", 1)
+    assert device_of(UUIDS[0]) == device_of(f"cuda:{UUIDS[0]}") == torch.device("cuda", 1)
+    cuda.current = 1
     connect = connecting(pool, sender)
     sender.accept(Deadline.after(TIMEOUT_S))
     receiver = connect.result(TIMEOUT_S)

@@ -66,8 +66,8 @@ def test_any_strides(other: Any, memory: int, source: Region, target: Region, ca
     _, foreign, tensors = other
     to = tensors[1 - memory].dtype if cast else tensors[memory].dtype
     found, expected = torch.zeros(8000, dtype=to), torch.zeros(8000, dtype=to)
-    reads = HostReads([places((memory, source), target, to)])
-    reads.run(foreign, [found])
+    reads = HostReads([places((memory, source), target, to)], foreign)
+    reads.run([found])
     memory_view(expected, target).copy_(memory_view(tensors[memory], source))
     assert torch.equal(found, expected)
     assert reads.nbytes == source.numel * tensors[memory].itemsize
@@ -77,7 +77,7 @@ def test_more_runs_than_one_call_takes(other: Any) -> None:
     _, foreign, tensors = other
     source, target = Region(0, (2500,), (2,)), Region(0, (2500,), (3,))
     found = torch.zeros(8000)
-    HostReads([places((0, source), target)]).run(foreign, [found])
+    HostReads([places((0, source), target)], foreign).run([found])
     assert torch.equal(found[: 3 * 2500 : 3], tensors[0][::2])
 
 

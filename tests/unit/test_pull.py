@@ -92,7 +92,7 @@ def test_an_update_without_exports_is_refused() -> None:
     engine = engine_for(actor)
     with wsync.connect(actor, engine, config=PULL) as session:
         session.sync()
-        engine.take_exports = lambda exports, deadline: None  # type: ignore[method-assign]
+        engine.take_exports = lambda exports, deadline: 0.0  # type: ignore[method-assign]
         session.release_slots()
         with pytest.raises(wsync.PeerError, match="nobody said where the weights lie"):
             session.sync()
@@ -113,6 +113,7 @@ def exported(rank: int, parts: Sequence[tuple[Region, torch.Tensor]], process: s
     return Export(
         rank=rank,
         endpoint=replace(HERE, process=process or HERE.process),
+        segments=(),
         addresses=tuple(tensor.data_ptr() for _, tensor in parts),
         sizes=tuple(tensor.nbytes for _, tensor in parts),
         parts=tuple(
@@ -155,7 +156,7 @@ def test_a_part_that_nobody_has_and_parts_that_overlap() -> None:
 def test_a_probe_of_another_host_or_another_namespace_is_told_apart() -> None:
     probed = Probed(3, torch.device("cpu"))
     assert unreadable([probed.probe], HERE) == ""
-    assert "on cuda:1, not in host memory" in unreadable([probed.probe], replace(HERE, device="cuda:1"))
+    assert "where the worker has them, on cuda:1" in unreadable([probed.probe], replace(HERE, device="cuda:1"))
     elsewhere = replace(probed.probe, endpoint=replace(HERE, host="another"))
     assert "trainer rank 3 " in unreadable([elsewhere], HERE)
     assert "is on another host" in unreadable([elsewhere], HERE)

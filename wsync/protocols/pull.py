@@ -31,9 +31,10 @@ class PullingEngine(Engine, Protocol):
         """For each worker why it cannot read the ranks' memory, "" if it can."""
         ...
 
-    def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> None:
+    def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> float:
         """Where the attached plan's pulled bucket lies, from now on. Read in every attempt that begins afterwards.
 
-        Raises `EngineStateError` if nothing is attached.
+        Returns the seconds that the slowest worker took to map it. Raises `EngineStateError` if nothing is attached,
+        `PeerError` if a worker cannot map it.
         """
         ...

@@ -120,7 +120,10 @@ class Transport(Protocol):
         ...
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> Receiver:
-        """Connect receiver number `index`. Raises `PeerError` if the sender is gone or refuses, `SyncTimeout`."""
+        """Connect receiver number `index`. Raises `PeerError` if the sender is gone or refuses, `SyncTimeout`.
+
+        Called with the worker's CUDA device, if its weights are on one, as torch's current device.
+        """
         ...
 
 

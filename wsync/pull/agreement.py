@@ -5,12 +5,12 @@ from typing import cast
 
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
-from wsync.errors import UnsupportedError, first_five
+from wsync.errors import TransportError, UnsupportedError, first_five
 from wsync.group import Group
-from wsync.plan import TensorSpec
+from wsync.plan import Bucket, TensorSpec
 from wsync.protocols import Engine, Manifest, Producer
 from wsync.protocols.pull import ExportingProducer, PullingEngine
-from wsync.pull.exports import Probe, Probed
+from wsync.pull.exports import Exporter, Probe, Probed
 
 
 def agree_on_pull(
@@ -31,8 +31,13 @@ def agree_on_pull(
     Raises `UnsupportedError`, on every rank, if some worker cannot read some rank, or nothing can be pulled.
     """
     patience = Deadline.beyond(config.timeout_s)
-    probed = Probed(group.rank, producer.device)
-    probes = cast("Sequence[Probe]", group.gather("probe", lambda: probed.probe, patience))
+    probed: list[Probed] = []
+
+    def probe() -> Probe:
+        probed.append(Probed(group.rank, producer.device))
+        return probed[0].probe
+
+    probes = cast("Sequence[Probe]", group.gather("probe", probe, patience))
     reasons = group.gather("try to pull", lambda: _refused(producer, engines, probes, config), patience)
     if any(reasons):
         raise UnsupportedError(f"weights cannot be pulled: {next(reason for reason in reasons if reason)}")
@@ -47,6 +52,32 @@ def agree_on_pull(
             f"rank as an engine's worker can copy it"
         )
     return frozenset(names)
+
+
+def check_exports(producer: Producer, bucket: Bucket, group: Group, config: SyncConfig) -> None:
+    """*Collective.* Raise `UnsupportedError`, on every rank, if the memory of some rank cannot be exported.
+
+    Args:
+        producer: has taken the plan.
+        bucket: that is to be pulled.
+    """
+    patience = Deadline.beyond(config.timeout_s)
+    exporting = cast("ExportingProducer", producer)
+    try:
+        group.local("open", producer.open, patience)
+        reasons = group.gather("try to export", lambda: _not_exported(exporting, bucket, group.rank), patience)
+    finally:
+        producer.close()
+    if any(reasons):
+        raise UnsupportedError(f"weights cannot be pulled: {next(reason for reason in reasons if reason)}")
+
+
+def _not_exported(producer: ExportingProducer, bucket: Bucket, rank: int) -> str:
+    try:
+        Exporter(rank, producer.device).export(producer.shares(bucket))
+    except TransportError as error:
+        return f"trainer rank {rank}: {error}"
+    return ""
 
 
 def _refused(producer: Producer, engines: Sequence[Engine], probes: Sequence[Probe], config: SyncConfig) -> str:

@@ -10,9 +10,11 @@ import torch
 from wsync.regions import Region
 from wsync.topology import Endpoint, local_endpoint
 from wsync.traits import addresses
+from wsync.transports.device_memory import DeviceExporter, allocate
+from wsync.transports.references import Segment
 from wsync.views import Place, extents
 
-_PROBE_BYTES = 64
+PROBE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +47,51 @@ class Export:
 
     rank: int
     endpoint: Endpoint
+    segments: tuple[Segment, ...]
+    """Allocations of the device in which all memories lie. None where they are in host memory."""
+
     addresses: tuple[int, ...]
-    """Of the first byte of each memory."""
+    """Of the first byte of each memory, in the rank's process. 0 where no byte of it is needed."""
 
     sizes: tuple[int, ...]
     """Bytes of each memory, up to the last one that is needed."""
 
     parts: tuple[Share, ...]
+
+
+class Exporter:
+    """What one rank exports; described anew only when something about it has changed. Holds no tensor."""
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        """`device`: where the rank's weights are."""
+        self._rank, self._endpoint = rank, local_endpoint(device)
+        self._device = None if device.type == "cpu" else DeviceExporter(device)
+        self._last: Export | None = None
+
+    def export(self, shares: Shares) -> Export:
+        """What other processes need to read `shares`: the same object as the last time if nothing has changed.
+
+        Raises `TransportError` for device memory that cannot be exported.
+        """
+        found, last = addresses(shares.memories), self._last
+        if last is None or last.parts != shares.parts or not self._lies_at(found, last):
+            sizes = extents([part.place for part in shares.parts], len(found))
+            starts = tuple(start if size else 0 for start, size in zip(found, sizes, strict=True))
+            segments = () if self._device is None else dict.fromkeys(self._device.segments(list(filter(None, starts))))
+            self._last = last = Export(
+                rank=self._rank,
+                endpoint=self._endpoint,
+                segments=tuple(segments),
+                addresses=starts,
+                sizes=tuple(sizes),
+                parts=shares.parts,
+            )
+        return last
+
+    def _lies_at(self, found: Sequence[int], last: Export) -> bool:
+        """Whether memories at `found` are those of `last`: addresses come back with other allocations behind them."""
+        same = all(new == old or not size for new, old, size in zip(found, last.addresses, last.sizes, strict=True))
+        return same and (self._device is None or self._device.intact(last.segments))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +100,9 @@ class Probe:
 
     rank: int
     endpoint: Endpoint
+    segments: tuple[Segment, ...]
+    """The allocation that they lie in, on a device."""
+
     address: int
     value: bytes
 
@@ -68,19 +111,15 @@ class Probed:
     """Random bytes in memory of this process, for as long as this object lives."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        value = secrets.token_bytes(_PROBE_BYTES)
-        self._memory = ctypes.create_string_buffer(value, _PROBE_BYTES)
-        self.probe = Probe(
-            rank=rank, endpoint=local_endpoint(device), address=ctypes.addressof(self._memory), value=value
-        )
-
-
-def export(rank: int, device: torch.device, shares: Shares) -> Export:
-    """What other processes need to read `shares`."""
-    return Export(
-        rank=rank,
-        endpoint=local_endpoint(device),
-        addresses=tuple(addresses(shares.memories)),
-        sizes=tuple(extents([part.place for part in shares.parts], len(shares.memories))),
-        parts=shares.parts,
-    )
+        """Raises `TransportError` if memory of `device` cannot be exported."""
+        value, segments = secrets.token_bytes(PROBE_BYTES), tuple[Segment, ...]()
+        if device.type == "cpu":
+            self._memory: object = ctypes.create_string_buffer(value, PROBE_BYTES)
+            address = ctypes.addressof(self._memory)
+        else:
+            handle, memory = allocate(device, PROBE_BYTES, 1)
+            memory[:PROBE_BYTES].copy_(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+            self._memory, address = memory, memory.data_ptr()
+            segments = (Segment(handle.hex(), address, memory.numel()),)
+        endpoint = local_endpoint(device)
+        self.probe = Probe(rank=rank, endpoint=endpoint, segments=segments, address=address, value=value)

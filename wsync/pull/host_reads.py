@@ -5,6 +5,7 @@ The kernel allows it to a process of the same user unless a security module says
 
 import ctypes
 import os
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from wsync.errors import PeerError, TransportError
+from wsync.pull.exports import Export
 from wsync.regions import Region
 from wsync.runs import IntArray
 from wsync.strided import memory_view
@@ -72,11 +74,29 @@ class _Cast:
         memory_view(as_dtype(target, self.place.dtype), region).copy_(scratch)
 
 
-class HostReads:
-    """Copies that are worked out once and run at every sync."""
+class HostMemories:
+    """Memories of processes of this host. See `wsync.pull.sources.Memories`."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
-        """`pairs`: from places in foreign memories to places in targets, all in host memory."""
+    def __init__(self, exports: Sequence[Export]) -> None:
+        self._foreign = [
+            memory for one in exports for memory in foreign_memories(one.endpoint.pid, one.addresses, one.sizes)
+        ]
+
+    def reads(self, pairs: Sequence[Pair]) -> "HostReads":
+        """See `Memories`."""
+        return HostReads(pairs, self._foreign)
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
+class HostReads:
+    """Copies that are worked out once and run at every sync. See `wsync.pull.sources.Reads`."""
+
+    def __init__(self, pairs: Sequence[Pair], sources: Sequence[Foreign]) -> None:
+        """`pairs`: from places in `sources` to places in targets, all in host memory."""
+        self._sources = sources
+        self.seconds = 0.0
         self._runs: list[_Runs] = []
         self._casts: list[_Cast] = []
         for pair in pairs:
@@ -87,8 +107,16 @@ class HostReads:
                 self._casts += _casts(pair)
         self.nbytes = sum(source.region.numel * source.dtype.itemsize for source, _ in pairs)
 
-    def run(self, sources: Sequence[Foreign], targets: Sequence[torch.Tensor]) -> None:
-        """Read. Raises `PeerError` if a process is gone, `TransportError` if its memory cannot be read."""
+    def run(self, targets: Sequence[torch.Tensor]) -> None:
+        """Read; it is there when this returns.
+
+        Raises `PeerError` if a process is gone, `TransportError` if its memory cannot be read.
+        """
+        begin = time.perf_counter()
+        self._run(self._sources, targets)
+        self.seconds = time.perf_counter() - begin
+
+    def _run(self, sources: Sequence[Foreign], targets: Sequence[torch.Tensor]) -> None:
         by_process = defaultdict[int, list[tuple[IntArray, IntArray, int]]](list)
         starts = [target.data_ptr() for target in targets]
         for runs in self._runs:

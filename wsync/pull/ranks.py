@@ -3,42 +3,52 @@
 from collections.abc import Sequence
 from typing import cast
 
-import torch
-
 from wsync.deadline import Deadline
+from wsync.device import wait_for_device
 from wsync.group import Group
 from wsync.plan import Bucket
 from wsync.protocols import Engine
 from wsync.protocols.pull import ExportingProducer, PullingEngine
-from wsync.pull.exports import Export, export
+from wsync.pull.exports import Export, Exporter
 
 
 class Ranks:
     """Where the parts of one bucket lie on every rank."""
 
-    def __init__(self, producer: ExportingProducer, bucket: Bucket, device: torch.device, group: Group) -> None:
-        self._producer, self._bucket, self._device, self._group = producer, bucket, device, group
+    def __init__(self, producer: ExportingProducer, bucket: Bucket, group: Group) -> None:
+        self._producer, self._bucket, self._group = producer, bucket, group
+        self._exporter = Exporter(group.rank, producer.device)
         self._known: dict[int, Export] = {}
         self._told = False
 
     def look(self, deadline: Deadline) -> None:
-        """*Collective.* Look this rank's memory up; ranks hear of each other what is new."""
+        """*Collective.* Look this rank's memory up; ranks hear of each other what is new.
+
+        What the trainer has queued on a device is done when this returns: workers do not see its streams.
+        """
         rank = self._group.rank
-        mine = export(rank, self._device, self._producer.shares(self._bucket))
-        new = None if mine == self._known.get(rank) else mine
-        replies = cast("Sequence[Export | None]", self._group.gather("export", lambda: new, deadline))
+        wait_for_device(self._producer.device, deadline, "the trainer's own work on its weights")
+        mine: list[Export] = []
+
+        def news() -> Export | None:
+            mine.append(self._exporter.export(self._producer.shares(self._bucket)))
+            return None if mine[0] is self._known.get(rank) else mine[0]
+
+        replies = cast("Sequence[Export | None]", self._group.gather("export", news, deadline))
         for number, reply in enumerate(replies):
             if reply is not None:
-                self._known[number] = reply
+                self._known[number] = mine[0] if number == rank else reply
                 self._told = False
 
-    def tell(self, engines: Sequence[Engine], deadline: Deadline) -> None:
-        """Let the workers know, unless they do."""
-        if not self._told:
-            for engine in engines:
-                cast("PullingEngine", engine).take_exports(list(self._known.values()), deadline)
-            self._told = True
+    def tell(self, engines: Sequence[Engine], deadline: Deadline) -> float:
+        """Let the workers know, unless they do. Returns the seconds that the slowest needed to map what is new."""
+        if self._told:
+            return 0.0
+        exports = list(self._known.values())
+        seconds = [cast("PullingEngine", engine).take_exports(exports, deadline) for engine in engines]
+        self._told = True
+        return max(seconds, default=0.0)
 
     def forget(self) -> None:
-        """The workers are others, or have lost what they were told."""
+        """The workers know nothing any more."""
         self._told = False

@@ -2,22 +2,54 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 
 from wsync.errors import ProtocolError, UnsupportedError, WsyncError
 from wsync.gather import aligned, without_overlaps
 from wsync.plan import Bucket
+from wsync.pull import device_reads, host_reads
+from wsync.pull.device_reads import DeviceMemories
 from wsync.pull.exports import Export, Probe, Share
-from wsync.pull.host_reads import Foreign, HostReads, foreign_memories, read
+from wsync.pull.host_reads import Foreign, HostMemories
 from wsync.regions import Region, uncovered
 from wsync.replay import Step
 from wsync.targets import held
-from wsync.topology import Endpoint
+from wsync.topology import CPU, Endpoint
 from wsync.views import Pair, Place
 
 Part = tuple[int, Share]
 """Index of an export, and a share in it."""
+
+
+class Reads(Protocol):
+    """Copies from memories of trainer ranks, worked out once and run at every sync."""
+
+    nbytes: int
+    """That are read, in the trainer's dtypes."""
+
+    @property
+    def seconds(self) -> float:
+        """What the last run took, once its targets are there."""
+        ...
+
+    def run(self, targets: Sequence[torch.Tensor]) -> None:
+        """Copy. On a device it is queued on the current stream when this returns, else done."""
+        ...
+
+
+class Memories(Protocol):
+    """The memories of all exports, one after the other, as this process can read them."""
+
+    def reads(self, pairs: Sequence[Pair]) -> Reads:
+        """Copies from places in them to places in targets."""
+        ...
+
+    def close(self) -> None:
+        """Let go of them, once nothing reads them any more. Never raises."""
+        ...
 
 
 class Sources:
@@ -30,28 +62,41 @@ class Sources:
         exports: of all ranks that have any part of it.
         reader: the worker, which reads from itself rather than from others.
 
-        Raises `ProtocolError` if nobody has some element that is needed, `UnsupportedError` if parts overlap unevenly.
+        Raises `ProtocolError` if nobody has some element that is needed, `UnsupportedError` if parts overlap unevenly,
+        `TransportError` if memory cannot be mapped.
         """
         self._bucket, self._steps = bucket, steps
-        self._foreign: list[Foreign] = []
-        bases = []
-        for one in exports:
-            bases.append(len(self._foreign))
-            self._foreign += foreign_memories(one.endpoint.pid, one.addresses, one.sizes)
-        self._chosen = _choose(bucket, exports, reader, bases)
+        self._chosen = _choose(bucket, exports, reader)
         self._numbers: Mapping[str, int] = {
             name: number for number, name in enumerate(dict.fromkeys(step.target for step in steps))
         }
-        self._reads: HostReads | None = None
+        self._reads: Reads | None = None
+        self._memories: Memories
+        if reader.device == CPU.type:
+            self._memories = HostMemories(exports)
+        else:
+            self._memories = DeviceMemories(exports, reader)
+
+    @property
+    def seconds(self) -> float:
+        """What the last reading took, once everything is there."""
+        return 0.0 if self._reads is None else self._reads.seconds
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> int:
-        """Read everything into live `targets`; it is there when this returns. Returns how many bytes were read."""
+        """Read everything into live `targets`. Returns how many bytes these are, in the trainer's dtypes.
+
+        On a device it is queued on the current stream then, else done.
+        """
         tensors = held(targets, self._numbers)
         if self._reads is None:
             pairs = [pair for step in self._steps for pair in self._pairs(step, targets[step.target].dtype)]
-            self._reads = HostReads(pairs)
-        self._reads.run(self._foreign, tensors)
+            self._reads = self._memories.reads(pairs)
+        self._reads.run(tensors)
         return self._reads.nbytes
+
+    def close(self) -> None:
+        """Let go of the ranks' memory, once nothing reads it any more."""
+        self._memories.close()
 
     def _pairs(self, step: Step, dtype: torch.dtype) -> list[Pair]:
         found, covered = list[Pair](), 0
@@ -72,15 +117,14 @@ class Sources:
         return found
 
 
-def _choose(
-    bucket: Bucket, exports: Sequence[Export], reader: Endpoint, bases: Sequence[int]
-) -> Sequence[Sequence[tuple[Region, Place]]]:
+def _choose(bucket: Bucket, exports: Sequence[Export], reader: Endpoint) -> Sequence[Sequence[tuple[Region, Place]]]:
     """For each tensor disjoint regions that cover it, each with one place; memories counted over all exports."""
     holders: list[dict[Region, list[Part]]] = [defaultdict(list) for _ in bucket.tensors]
     for index, one in enumerate(exports):
         for part in one.parts:
             if part.elements.numel:
                 holders[part.tensor][part.elements.coalesce()].append((index, part))
+    bases = list(accumulate((len(one.addresses) for one in exports), initial=0))
     load = [0] * len(exports)
     chosen = []
     for meta, by_region in zip(bucket.tensors, holders, strict=True):
@@ -93,7 +137,7 @@ def _choose(
         regions = []
         for parts in disjoint.values():
             index, part = min(
-                parts, key=lambda one: (exports[one[0]].endpoint.process != reader.process, load[one[0]], one[0])
+                parts, key=lambda one: (*_distance(exports[one[0]].endpoint, reader), load[one[0]], one[0])
             )
             load[index] += part.elements.numel * part.place.dtype.itemsize
             place = part.place
@@ -103,18 +147,31 @@ def _choose(
     return chosen
 
 
+def _distance(owner: Endpoint, reader: Endpoint) -> tuple[bool, bool]:
+    """Less is nearer: the same device before another one, the same process before another one."""
+    return owner.device != reader.device, owner.process != reader.process
+
+
 def unreadable(probes: Sequence[Probe], reader: Endpoint) -> str:
     """Why a process cannot read the memory of all ranks; "" if it can."""
-    if reader.device != "cpu":
-        return f"its weights are on {reader.device}, not in host memory"
+    on_host = reader.device == CPU.type
     for probe in probes:
-        whose = f"trainer rank {probe.rank} ({probe.endpoint})"
-        if probe.endpoint.host != reader.host:
+        owner, whose = probe.endpoint, f"trainer rank {probe.rank} ({probe.endpoint})"
+        if owner.host != reader.host:
             return f"{whose} is on another host"
+        if (owner.device == CPU.type) is not on_host:
+            return f"{whose} does not have its weights where the worker has them, on {reader.device}"
+        if not on_host and owner.process == reader.process and owner.device != reader.device:
+            return f"{whose} is this very process, and the worker's weights are on {reader.device}"
         try:
-            got = read(Foreign(probe.endpoint.pid, probe.address, len(probe.value)))
+            got = host_reads.read(foreign(probe)) if on_host else device_reads.read(probe, reader)
         except WsyncError as error:
             return f"{whose}: {error}"
         if got != probe.value:
             return f"{whose} has another process id here: they are in different namespaces"
     return ""
+
+
+def foreign(probe: Probe) -> Foreign:
+    """Where its bytes lie."""
+    return Foreign(probe.endpoint.pid, probe.address, len(probe.value))

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from wsync.deadline import Deadline
+from wsync.device import can_read, device_of
 from wsync.errors import PeerError, ProtocolError, TransportError, UnsupportedError
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
 from wsync.traits import addresses
 from wsync.transports.device_memory import (
-    HANDLE_BYTES,
     DeviceExporter,
     allocate,
     cut_slots,
-    device_of,
+    handle_bytes,
     memory_bytes,
     open_exported,
     refusals,
@@ -53,18 +53,24 @@ class _Written(SlotMemory):
         return sorted(set(receivers) - self._read.keys())
 
     def meet(self, receiver: int, facts: Sequence[object]) -> None:
-        if len(facts) != len(self.filled):
-            raise ProtocolError(f"receiver {receiver} has {len(facts)} events; it takes {len(self.filled)}")
-        self._read[receiver] = [_opened(self._device, handle) for handle in facts]
+        match facts:
+            case (str(uuid), *events) if len(events) == len(self.filled):
+                self._read[receiver] = [_opened(device_of(uuid), handle) for handle in events]
+            case _:
+                raise ProtocolError(
+                    f"receiver {receiver} gave {facts}; it takes a device and {len(self.filled)} events"
+                )
 
 
 class _Read(SlotMemory):
-    """A receiver's view."""
+    """A receiver's view: slots of the device `holder`, read by `device`."""
 
-    def __init__(self, slots: Sequence[torch.Tensor], device: torch.device, filled: Sequence[object]) -> None:
+    def __init__(
+        self, slots: Sequence[torch.Tensor], device: torch.device, holder: torch.device, filled: Sequence[object]
+    ) -> None:
         super().__init__(slots)
         self._device = device
-        self._filled = [_opened(device, handle) for handle in filled]
+        self._filled = [_opened(holder, handle) for handle in filled]
         self.read = [_event() for _ in filled]
 
     def before_read(self, slot: int) -> None:
@@ -79,17 +85,17 @@ class _Read(SlotMemory):
 
 
 class _Mapping:
-    """Opens allocations of the sender on a receiver's device. See `wsync.transports.references.Importer`."""
+    """Opens allocations of the sender for a receiver's device. See `wsync.transports.references.Importer`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, holder: torch.device) -> None:
+        self._device, self._holder = device, holder
 
     def open(self, key: str, nbytes: int) -> torch.Tensor:
-        return open_exported(self._device, _bytes_of(key), nbytes)
+        return open_exported(self._device, handle_bytes(key), nbytes, holder=self._holder)
 
 
 class CudaIpcTransport:
-    """Between processes of one host whose weights are on the same device."""
+    """Between processes of one host whose weights are on the same device, or on devices that read each other."""
 
     name = "cuda_ipc"
     by_reference = False
@@ -106,8 +112,8 @@ class CudaIpcTransport:
                 return f"a worker is in the trainer's process ({worker}): device memory is shared between processes"
             if not worker.device.startswith("cuda:"):
                 return f"a worker is {worker}: its weights are not on a CUDA device"
-            if worker.device != sender.device:
-                return f"the trainer's weights are on {sender.device}, a worker's on {worker.device}"
+            if reason := _reason_apart(sender.device, worker.device):
+                return f"the trainer's weights are on {sender.device}, a worker's on {worker.device}{reason}"
         return None
 
     def refuse_references(self, tensors: Sequence[torch.Tensor]) -> str | None:
@@ -143,31 +149,44 @@ class CudaIpcTransport:
         return SlotSender(listener, Ring(slot_bytes, num_slots, receivers), welcome, written, DeviceExporter(device))
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> SlotReceiver:
-        """See `wsync.Transport`. Slots are mapped on this process's device of the same UUID.
+        """See `wsync.Transport`. Slots are mapped for torch's current device.
 
-        Raises `TransportError` if it is not visible, or the memory cannot be mapped. The sender hears of it.
+        Raises `TransportError` if the sender's is not visible, or the memory cannot be mapped. The sender hears of it.
         """
         link, welcome = connect(ticket, index, deadline)
         try:
+            device = torch.device("cuda", torch.cuda.current_device())
             match welcome.facts:
                 case (str(uuid), str(handle), int(slot_bytes), *events) if events:
-                    device = device_of(uuid)
+                    holder = device_of(uuid)
                 case _:
                     raise PeerError("the sender gave no device memory")
             num_slots = len(events) - 1  # the last one is for what is handed over
             slots: Sequence[torch.Tensor] = ()
             if num_slots:
-                shared = open_exported(device, _bytes_of(handle), memory_bytes(slot_bytes, num_slots))
+                nbytes = memory_bytes(slot_bytes, num_slots)
+                shared = open_exported(device, handle_bytes(handle), nbytes, holder=holder)
                 slots = cut_slots(shared, slot_bytes, num_slots)
+            mine = str(torch.cuda.get_device_properties(device).uuid)
             with torch.cuda.device(device):
-                memory = _Read(slots, device, events)
+                memory = _Read(slots, device, holder, events)
                 with suppress(PeerError):  # it has left already: the first bucket will say so
-                    link.send(("slots", *map(_exported, memory.read)), deadline)
-            return SlotReceiver(link, memory, _Mapping(device))
+                    link.send(("slots", mine, *map(_exported, memory.read)), deadline)
+            return SlotReceiver(link, memory, _Mapping(device, holder))
         except BaseException as error:
             give_up(link, f"{type(error).__name__}: {error}")
             link.close()
             raise
+
+
+def _reason_apart(holder: str, reader: str) -> str:
+    """Why one device cannot read the memory of the other; "" if it can."""
+    if reader == holder:
+        return ""
+    try:
+        return "" if can_read(reader, holder) else ", which cannot read it"
+    except TransportError as error:
+        return f": {error}"
 
 
 def _event() -> Any:
@@ -186,16 +205,6 @@ def _exported(event: Any) -> str:
 
 def _opened(device: torch.device, handle: object) -> Any:
     events: Any = torch.cuda.Event
-    raw = _bytes_of(handle)
+    raw = handle_bytes(handle)
     with refusals("another process's event cannot be opened"):
         return events.from_ipc_handle(device, raw)
-
-
-def _bytes_of(handle: object) -> bytes:
-    """A handle from its hexadecimal form. Raises `ProtocolError` if it is none."""
-    if not isinstance(handle, str) or len(handle) != 2 * HANDLE_BYTES:
-        raise ProtocolError("a peer sent something that is not a handle of device memory or of an event")
-    try:
-        return bytes.fromhex(handle)
-    except ValueError as error:
-        raise ProtocolError("a peer sent a handle that is not hexadecimal") from error

@@ -6,13 +6,14 @@ last tensor on it is dropped.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
-from wsync.errors import TransportError
+from wsync.errors import ProtocolError, TransportError
 from wsync.extras import importing
 from wsync.transports.references import Segment
 
@@ -43,7 +44,7 @@ def allocate(device: torch.device, slot_bytes: int, num_slots: int) -> tuple[byt
                 f"{num_slots} slots of {slot_bytes} bytes need {nbytes} bytes on {device}; {free} of {total} bytes "
                 f"were free ({_name(code)}): lower bucket_bytes or num_slots, or let the engine sleep first"
             )
-        owner = _Memory(device, address, nbytes, runtime.cudaFree)
+        owner = _Memory(device, address, nbytes, partial(_release, device, address, runtime.cudaFree))
         code, handle = runtime.cudaIpcGetMemHandle(address)
         if code:
             runtime.cudaGetLastError()
@@ -57,12 +58,22 @@ def cut_slots(memory: torch.Tensor, slot_bytes: int, num_slots: int) -> Sequence
     return [memory[index * stride : index * stride + slot_bytes] for index in range(num_slots)]
 
 
-def open_exported(device: torch.device, handle: bytes, nbytes: int) -> torch.Tensor:
+def open_exported(
+    device: torch.device, handle: bytes, nbytes: int, *, holder: torch.device | None = None
+) -> torch.Tensor:
     """The memory behind `handle`, uint8 `[nbytes]`, mapped on `device`, from which it will be read.
 
-    Raises `TransportError` if the driver or the container does not allow it.
+    Args:
+        device: that reads.
+        handle: of the driver.
+        nbytes: of the allocation.
+        holder: the device that has the memory, as this process counts; default: `device`.
+
+    Raises `TransportError` if the driver or the container does not allow it, or the devices cannot reach each other.
     """
-    runtime = _runtime()
+    runtime, holder = _runtime(), holder or device
+    if holder != device and not torch.cuda.can_device_access_peer(device, holder):
+        raise TransportError(f"{device} cannot read the memory of {holder}: there is no way between these devices")
     exported = runtime.cudaIpcMemHandle_t()
     exported.reserved = handle
     with torch.cuda.device(device):
@@ -72,7 +83,25 @@ def open_exported(device: torch.device, handle: bytes, nbytes: int) -> torch.Ten
             raise TransportError(
                 f"another process's device memory cannot be mapped on {device}: {_name(code)}. {_CURE}"
             )
-        return _Memory(device, address, nbytes, runtime.cudaIpcCloseMemHandle).whole()
+    memory = _Memory(holder, address, nbytes, partial(_release, device, address, runtime.cudaIpcCloseMemHandle)).whole()
+    if memory.data_ptr() != address:
+        raise TransportError(f"torch shows a copy of memory of {holder} that was mapped on {device}")
+    return memory
+
+
+def own_memory(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
+    """Memory of this process on `device`, uint8 `[nbytes]`, whoever it belongs to: it must outlive the tensor."""
+    return _Memory(device, address, nbytes, None).whole()
+
+
+def handle_bytes(handle: object) -> bytes:
+    """A handle from its hexadecimal form. Raises `ProtocolError` if it is none."""
+    if not isinstance(handle, str) or len(handle) != 2 * HANDLE_BYTES:
+        raise ProtocolError("a peer sent something that is not a handle of device memory or of an event")
+    try:
+        return bytes.fromhex(handle)
+    except ValueError as error:
+        raise ProtocolError("a peer sent a handle that is not hexadecimal") from error
 
 
 class DeviceExporter:
@@ -127,20 +156,6 @@ def _buffer_id(driver: Any, segment: Segment) -> int | None:
     return None if code else int(number)
 
 
-def device_of(uuid: str) -> torch.device:
-    """The device of this process that has `uuid`: indexes differ where `CUDA_VISIBLE_DEVICES` does.
-
-    Raises `TransportError` if it is not visible here.
-    """
-    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
-    if uuid not in seen:
-        raise TransportError(
-            f"device {uuid} is not visible to this process; it sees {seen}. Start it with that device in "
-            f"CUDA_VISIBLE_DEVICES, at any place"
-        )
-    return torch.device("cuda", seen.index(uuid))
-
-
 @contextmanager
 def refusals(what: str) -> Iterator[None]:
     """Context in which torch shares something: its error becomes a `TransportError` that says `what` failed."""
@@ -154,7 +169,7 @@ def refusals(what: str) -> Iterator[None]:
 class _Memory:
     """An address range that torch sees as tensors; released when the last of them is gone."""
 
-    def __init__(self, device: torch.device, address: int, nbytes: int, release: Any) -> None:
+    def __init__(self, device: torch.device, address: int, nbytes: int, release: Callable[[], object] | None) -> None:
         self._device = device
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
@@ -163,14 +178,15 @@ class _Memory:
             "strides": None,
             "version": 3,
         }
-        weakref.finalize(self, _release, device, address, release).atexit = False  # the driver does it then
+        if release is not None:
+            weakref.finalize(self, release).atexit = False  # the driver does it then
 
     def whole(self) -> torch.Tensor:
         """All of it: views keep this object alive."""
         return torch.as_tensor(self, device=self._device)
 
 
-def _release(device: torch.device, address: int, release: Any) -> None:
+def _release(device: torch.device, address: int, release: Callable[[int], object]) -> None:
     with torch.cuda.device(device):
         release(address)
 

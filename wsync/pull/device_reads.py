@@ -1,0 +1,89 @@
+"""Strided copies out of device memory of other processes of this host, mapped over CUDA IPC, with the cast inside."""
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+
+from wsync.copies import Copies
+from wsync.device import device_of
+from wsync.errors import TransportError
+from wsync.pull.exports import Export, Probe
+from wsync.topology import Endpoint
+from wsync.transports.device_memory import handle_bytes, open_exported, own_memory
+from wsync.transports.references import Segment
+from wsync.views import Pair
+
+
+class DeviceMemories:
+    """Memories of trainer ranks, mapped on the device that reads them. See `wsync.pull.sources.Memories`."""
+
+    def __init__(self, exports: Sequence[Export], reader: Endpoint) -> None:
+        """Raises `TransportError` if the driver refuses to map one."""
+        self._device = device_of(reader.device)
+        self._tensors = [memory for one in exports for memory in _mapped(one, reader, self._device)]
+
+    def reads(self, pairs: Sequence[Pair]) -> "DeviceReads":
+        """See `Memories`."""
+        return DeviceReads(pairs, self._tensors, self._device)
+
+    def close(self) -> None:
+        """See `Memories`. What is queued is waited for: it may still read."""
+        torch.cuda.synchronize(self._device)
+        self._tensors.clear()
+
+
+class DeviceReads:
+    """Copies that are worked out once and run at every sync. See `wsync.pull.sources.Reads`."""
+
+    def __init__(self, pairs: Sequence[Pair], sources: list[torch.Tensor], device: torch.device) -> None:
+        """`pairs`: from places in `sources` to places in targets on `device`."""
+        self.nbytes = sum(source.region.numel * source.dtype.itemsize for source, _ in pairs)
+        self._copies, self._sources, self._device = Copies(pairs, mapped=True), sources, device
+        make = cast("Any", torch.cuda.Event)
+        self._begin, self._end = make(enable_timing=True), make(enable_timing=True)
+
+    def run(self, targets: Sequence[torch.Tensor]) -> None:
+        """Read, on the current stream of the device."""
+        stream = torch.cuda.current_stream(self._device)
+        self._begin.record(stream)
+        self._copies.run(self._sources, targets)
+        self._end.record(stream)
+
+    @property
+    def seconds(self) -> float:
+        """See `Reads`."""
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+def read(probe: Probe, reader: Endpoint) -> bytes:
+    """The bytes of `probe`. Raises as `DeviceMemories`."""
+    device = device_of(reader.device)
+    [segment] = probe.segments
+    memory = _open(segment, probe.endpoint, reader, device)
+    return memory[: len(probe.value)].cpu().numpy().tobytes()
+
+
+def _mapped(export: Export, reader: Endpoint, device: torch.device) -> list[torch.Tensor]:
+    """Each memory of one rank, uint8."""
+    segments = [(segment, _open(segment, export.endpoint, reader, device)) for segment in export.segments]
+    return [
+        _part(address, nbytes, segments) if nbytes else torch.empty(0, dtype=torch.uint8, device=device)
+        for address, nbytes in zip(export.addresses, export.sizes, strict=True)
+    ]
+
+
+def _part(address: int, nbytes: int, segments: Sequence[tuple[Segment, torch.Tensor]]) -> torch.Tensor:
+    for segment, memory in segments:
+        start = address - segment.start
+        if start >= 0 and start + nbytes <= segment.nbytes:
+            return memory[start : start + nbytes]
+    raise TransportError(f"a trainer rank exports {nbytes} bytes at {address:#x}, which is in none of its allocations")
+
+
+def _open(segment: Segment, owner: Endpoint, reader: Endpoint, device: torch.device) -> torch.Tensor:
+    """All of `segment`, uint8: mapped, or as it is if it is of this process."""
+    holder = device_of(owner.device)
+    if owner.process == reader.process:
+        return own_memory(holder, segment.start, segment.nbytes)
+    return open_exported(device, handle_bytes(segment.key), segment.nbytes, holder=holder)
