@@ -32,6 +32,7 @@ def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_an_engine_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="need sglang and vllm: not installed"):
         suite.choose(None)
@@ -39,14 +40,27 @@ def test_without_an_engine_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_cases_whose_engine_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object() if name == "sglang" else None)
     assert suite.choose(None) == ["sglang-ipc", "sglang-memory"]
     with pytest.raises(ConfigError, match="need vllm: not installed"):
         suite.choose(["sglang-ipc", "vllm-dense"])
 
 
+def test_cases_for_which_there_are_too_few_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert "vllm-pull-tp2" not in suite.choose(None)
+    with pytest.raises(ConfigError, match="more GPUs than the 1 that torch sees: vllm-pull-tp2: 2"):
+        suite.choose(["vllm-dense", "vllm-pull-tp2"])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert "vllm-pull-tp2" in suite.choose(None)
+
+
 def test_a_rival_that_is_not_installed_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "checkpoint_engine" else object())
     chosen = suite.choose(None)
     assert "vllm-moonshot" not in chosen
@@ -70,15 +84,20 @@ def test_an_outcome_as_data_and_in_the_table() -> None:
         tensors=339,
         nbytes=15_200_000_000,
         samples=Samples(seconds=(0.02, 0.03, 0.01), references={"device copy": (0.01, 0.01, 0.01, 0.01)}),
-        limits=(Limit(reference="device copy", factor=1.3),),
+        data_seconds=[0.011, 0.012, 0.013],
+        limits=(Limit(reference="device copy", factor=1.3), Limit(reference="device copy", factor=1.25, data=True)),
         checks={"tokens": True, "bytes": False},
     )
     shown: Mapping[str, object] = outcome.as_json()
-    assert shown["limits"] == [{"of": "device copy", "at_most": 1.3, "is": pytest.approx(2.0)}]
+    whole, data = {"at_most": 1.3, "seconds": 0.02, "data": False}, {"at_most": 1.25, "seconds": 0.012, "data": True}
+    assert shown["limits"] == [
+        {"of": "device copy", "is": pytest.approx(2.0), **whole},
+        {"of": "device copy", "is": pytest.approx(1.2), **data},
+    ]
     assert shown["ok"] is False
     out = io.StringIO()
     suite.table([shown], out)
-    head, line, wrong = out.getvalue().splitlines()
+    head, line, data_line, wrong = out.getvalue().splitlines()
     assert head.split() == ["case", "tensors", "GB", "ms", "against", "is", "at", "most", "checks"]
     assert line.split() == [
         "vllm-dense",
@@ -94,6 +113,7 @@ def test_an_outcome_as_data_and_in_the_table() -> None:
         "2",
         "right",
     ]
+    assert data_line.split()[3:5] == ["12.0", "data"]
     assert wrong == "vllm-dense: WRONG: bytes"
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.bench.gpu import engines, loops, lora, memory_case, models
+from wsync.bench.gpu import engines, loops, lora, memory_case, models, pulls, sharded_pull
 from wsync.bench.gpu.checks import check_tokens, free, held, load_directly, outcome_of
 from wsync.bench.gpu.moonshot import beside_moonshot
 from wsync.bench.gpu.outcome import COPY, Limit, Outcome, cast, copies, in_turn
@@ -38,6 +38,9 @@ class Case:
 
     separate: bool = False
     """Whether the engine has processes of its own."""
+
+    gpus: int = 1
+    """How many it needs."""
 
 
 def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Limit, ...]) -> Outcome:
@@ -207,6 +210,31 @@ CASES: Mapping[str, Case] = {
         run=lambda name: from_another_process(name, engines.start_vllm, "buckets"),
         needs=("vllm",),
         separate=True,
+    ),
+    "vllm-pull": Case(
+        about="another process to vLLM, dense 7B, pulled",
+        run=lambda name: pulls.from_another_process(name, models.DENSE, 1.25, ROUNDS),
+        needs=("vllm",),
+        separate=True,
+    ),
+    "vllm-pull-moe": Case(
+        about="the same, MoE with 4,719 tensors",
+        run=lambda name: pulls.from_another_process(name, models.MOE, 1.8, ROUNDS),
+        needs=("vllm",),
+        separate=True,
+    ),
+    "vllm-pull-offload": Case(
+        about="pulled ten times, the actor offloaded in between",
+        run=pulls.with_offloads,
+        needs=("vllm",),
+        separate=True,
+    ),
+    "vllm-pull-tp2": Case(
+        about="FSDP2 in fp32 on two GPUs to vLLM with two workers on the same, dense 7B, pulled",
+        run=lambda name: sharded_pull.measure(name, ROUNDS),
+        needs=("vllm",),
+        separate=True,
+        gpus=2,
     ),
     "vllm-moonshot": Case(
         about="another process to vLLM, dense 7B, beside Moonshot's checkpoint-engine",

@@ -22,6 +22,7 @@ def start_vllm(
     eager: bool = True,
     sleep: bool = False,
     dummy: bool = True,
+    workers: int = 1,
     adapters_of_rank: int = 0,
     cache_bytes: int = _CACHE_BYTES,
     extension: str = "wsync.bench.gpu.loops.LoopExtension",
@@ -31,6 +32,7 @@ def start_vllm(
     Args:
         folder: a checkpoint folder.
         dummy: start with random weights; the folder needs none.
+        workers: how many share a model, each on a device of its own.
         adapters_of_rank: highest rank of LoRA adapters that it takes; 0: none.
         cache_bytes: of the KV cache.
         extension: of its workers; one of wsync's is a base of it.
@@ -38,6 +40,8 @@ def start_vllm(
     from vllm import LLM
 
     lora = {"enable_lora": True, "max_lora_rank": adapters_of_rank} if adapters_of_rank else {}
+    # vLLM's own way to reduce maps memory that multicast needs.
+    several = {"tensor_parallel_size": workers, "disable_custom_all_reduce": True} if workers > 1 else {}
     return LLM(
         model=str(folder),
         skip_tokenizer_init=True,
@@ -51,6 +55,7 @@ def start_vllm(
         max_num_seqs=8,
         worker_extension_cls=extension,
         **lora,
+        **several,
     )
 
 

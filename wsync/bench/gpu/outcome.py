@@ -12,7 +12,8 @@ from wsync.bench.samples import Samples, Way
 COPY = "device copy"
 """Name of the reference `copies(nbytes, 1)`."""
 
-_WARM_UP = 4
+WARM_UP = 4
+"""Rounds of `in_turn` that do not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +22,8 @@ class Limit:
 
     reference: str
     factor: float
+    data: bool = False
+    """Whether it is for the time in which bytes moved; else for the whole call."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,14 +34,22 @@ class Outcome:
     tensors: int = 0
     nbytes: int = 0
     samples: Samples | None = None
+    data_seconds: list[float] = field(default_factory=list)
+    """Of the calls that were sampled, the time in which bytes moved, where that was measured."""
+
     limits: tuple[Limit, ...] = ()
     checks: dict[str, bool] = field(default_factory=dict)
     facts: dict[str, object] = field(default_factory=dict)
 
+    def seconds(self, limit: Limit) -> float:
+        """What `limit` is for, median."""
+        assert self.samples is not None
+        return statistics.median(self.data_seconds) if limit.data else self.samples.median_s
+
     def over(self, limit: Limit) -> float:
         """How many times the seconds of the reference the case took, median."""
         assert self.samples is not None
-        return self.samples.median_s / self.samples.reference_median_s(limit.reference)
+        return self.seconds(limit) / self.samples.reference_median_s(limit.reference)
 
     @property
     def ok(self) -> bool:
@@ -58,12 +69,20 @@ class Outcome:
         if self.samples is not None:
             shown["seconds"] = self.samples.median_s
             shown["samples"] = self.samples.seconds
+            shown["data samples"] = self.data_seconds
             shown["references"] = {
                 name: {"seconds": statistics.median(seconds), "samples": seconds}
                 for name, seconds in self.samples.references.items()
             }
             shown["limits"] = [
-                {"of": limit.reference, "at_most": limit.factor, "is": self.over(limit)} for limit in self.limits
+                {
+                    "of": limit.reference,
+                    "at_most": limit.factor,
+                    "is": self.over(limit),
+                    "seconds": self.seconds(limit),
+                    "data": limit.data,
+                }
+                for limit in self.limits
             ]
         return shown
 
@@ -79,7 +98,7 @@ def seconds_on_device(way: Way) -> float:
 
 def in_turn(way: Way, references: Mapping[str, Way], rounds: int) -> Samples:
     """Sample `way` and its references one after the other, after some rounds that do not count."""
-    for _ in range(_WARM_UP):
+    for _ in range(WARM_UP):
         for each in (way, *references.values()):
             each()
     before = [{name: seconds_on_device(each) for name, each in references.items()}]

@@ -23,7 +23,8 @@ _HEADS = ("case", "tensors", "GB", "ms", "against", "is", "at most", "checks")
 def choose(names: Sequence[str] | None) -> list[str]:
     """Names of cases; by default those whose packages are there.
 
-    Raises `ConfigError` for an unknown one, without a GPU, if a package of a named one is not there, or no engine is.
+    Raises `ConfigError` for an unknown one, without a GPU or with too few for a named one, if a package of a named one
+    is not there, or no engine is.
     """
     import torch
 
@@ -32,7 +33,11 @@ def choose(names: Sequence[str] | None) -> list[str]:
         raise ConfigError(f"unknown GPU cases {unknown}; choose from {', '.join(CASES)}")
     if not torch.cuda.is_available():
         raise ConfigError("the GPU suite needs a CUDA device, and torch sees none")
-    lacking = {name: _lacking(name) for name in names or CASES}
+    gpus = torch.cuda.device_count()
+    many = [f"{name}: {CASES[name].gpus}" for name in names or () if CASES[name].gpus > gpus]
+    if many:
+        raise ConfigError(f"these cases need more GPUs than the {gpus} that torch sees: {', '.join(many)}")
+    lacking = {name: _lacking(name) for name in names or CASES if CASES[name].gpus <= gpus}
     found = [name for name, packages in lacking.items() if not packages]
     if names and len(found) < len(lacking):
         raise ConfigError(f"these cases need {_joined(lacking.values())}: not installed")
@@ -66,6 +71,8 @@ def measure(name: str, timeout_s: float) -> Result:
         f"VLLM_ENABLE_V1_MULTIPROCESSING={int(case.separate)}",
         "VLLM_USE_FLASHINFER_SAMPLER=0",
         "VLLM_LOGGING_LEVEL=ERROR",
+        "GLOO_SOCKET_IFNAME=lo",
+        "NCCL_SOCKET_IFNAME=lo",
     )
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder) / "outcome.json", Path(folder) / "log.txt"
@@ -110,8 +117,14 @@ def _lines(result: Result) -> list[tuple[str, ...]]:
     head = (result["case"], str(result.get("tensors", "")), f"{result.get('nbytes', 0) / 1e9:.1f}")
     if not result.get("limits"):
         return [(*head, "", "", "", "", right)]
-    ms = f"{result['seconds'] * 1e3:.1f}"
     return [
-        (*head, ms, str(limit["of"]), f"{limit['is']:.2f}", f"{limit['at_most']:.2f}", right)
+        (
+            *head,
+            f"{limit['seconds'] * 1e3:.1f}{' data' if limit['data'] else ''}",
+            str(limit["of"]),
+            f"{limit['is']:.2f}",
+            f"{limit['at_most']:.2f}",
+            right,
+        )
         for limit in result["limits"]
     ]

@@ -1,0 +1,91 @@
+"""Weights that workers pull from another process on the same GPU: how long the copies take, and what stays mapped."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+import wsync
+from wsync.bench.gpu import engines, models
+from wsync.bench.gpu.checks import check_tokens, free, outcome_of
+from wsync.bench.gpu.outcome import COPY, Limit, Outcome, copies, in_turn
+from wsync.config import MIB
+from wsync.report import SyncReport
+from wsync.session import Session
+
+PULL = wsync.SyncConfig(path="pull")
+EXTRA_BYTES = 64 * MIB
+"""Most device memory that a session that pulls may take."""
+
+_OFFLOADS = 10
+_FLAT_BYTES = 32 * MIB
+
+
+def timed(outcome: Outcome, session: Session) -> SyncReport:
+    """One sync, of which the time in which bytes moved is kept beside that of the call."""
+    report = session.sync()
+    outcome.data_seconds.append(report.stages["worker read"])
+    return report
+
+
+def from_another_process(name: str, shape: str, factor: float, rounds: int) -> Outcome:
+    """A module in bf16 into a vLLM with processes of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = models.config_of(shape, torch.bfloat16)
+        engine = engines.start_vllm(models.make_folder(config, Path(folder)), "bfloat16")
+        actor = models.make_actor(config, torch.bfloat16, 1)
+        outcome = outcome_of(name, actor, torch.bfloat16, (Limit(reference=COPY, factor=factor, data=True),))
+        free()
+        free_bytes = torch.cuda.mem_get_info()[0]
+        with wsync.connect(actor, engine, config=PULL) as session:
+            first = session.sync()
+            outcome.facts["seconds to map, at first"] = first.stages["worker map"]
+            outcome.checks["each byte is read once"] = first.pulled_nbytes == outcome.nbytes
+            taken = free_bytes - torch.cuda.mem_get_info()[0]
+            outcome.facts["device bytes taken"] = taken
+            outcome.checks["takes at most 64 MiB"] = taken <= EXTRA_BYTES
+            references = {COPY: copies(outcome.nbytes, 1)}
+            outcome.samples = in_turn(lambda: timed(outcome, session), references, rounds)
+            outcome.data_seconds = outcome.data_seconds[-rounds:]
+            last = session.sync()
+            outcome.facts |= {"stages of the last sync, s": dict(last.stages), "control seconds": last.control_seconds}
+            outcome.checks["nothing was mapped anew"] = last.stages["worker map"] == 0
+            del references
+            free()
+            check_tokens(outcome, session, actor, engine)
+    return outcome
+
+
+def with_offloads(name: str) -> Outcome:
+    """The actor leaves for host memory between syncs; ten times the device has its memory back."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = models.config_of(models.DENSE, torch.bfloat16, layers=4)
+        engine = engines.start_vllm(models.make_folder(config, Path(folder)), "bfloat16", sleep=True)
+        actor = models.make_actor(config, torch.bfloat16, 1)
+        outcome = outcome_of(name, actor, torch.bfloat16, ())
+        memory = wsync.MemoryManager(engine=engine, models={"actor": actor})
+        without, mapping, answers = list[int](), list[float](), list[object]()
+        right = True
+        for seed in range(2, 2 + _OFFLOADS):
+            memory.enter("train")
+            models.randomize(actor, seed)
+            expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
+            free()
+            there = torch.cuda.mem_get_info()[0]
+            report = wsync.sync(actor, engine, config=PULL, memory=memory)
+            mapping.append(report.stages["worker map"])
+            without.append(torch.cuda.mem_get_info()[0])
+            got = engines.answers_of(engine)
+            right = right and got == expected and got not in answers
+            answers.append(got)
+        moves = [move.freed for move in memory.ledger.moves() if str(move.step) == "release actor"]
+        outcome.facts |= {
+            "free bytes while the actor is away": without,
+            "free bytes while it trains": there,
+            "bytes that its leaving freed": moves,
+            "seconds to map, each time": mapping,
+        }
+        outcome.checks["tokens after every sync"] = right
+        outcome.checks["the device has its memory back each time"] = min(moves) >= outcome.nbytes
+        outcome.checks["and no less from time to time"] = max(without[1:]) - min(without[1:]) <= _FLAT_BYTES
+    return outcome

@@ -1,0 +1,196 @@
+"""Two ranks that train with FSDP2 in fp32, each on a GPU, and a vLLM of two workers on the same two: shard to shard.
+
+What a worker needs lies on its own device, but for half of the weights that vLLM cuts by columns. Floors are measured
+in the same run: reading the local part and writing it in bf16, and bringing the other part over the link.
+"""
+
+import multiprocessing as mp
+import os
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import wsync
+from wsync.bench.gpu import engines, models
+from wsync.bench.gpu.checks import free, outcome_of
+from wsync.bench.gpu.links import received_bytes
+from wsync.bench.gpu.outcome import WARM_UP, Limit, Outcome, in_turn
+from wsync.bench.gpu.pulls import EXTRA_BYTES, PULL, timed
+
+FLOOR = "the larger floor"
+LOCAL, LINK = "local floor", "link floor"
+
+_LOOPBACK, _STARTED = "127.0.0.1", "engine has started"
+_TIMEOUT_S, _END_S = 420.0, 20.0
+_NORMS = ("norm.weight",)
+_LAST = 3
+_CONTROL_S = 3e-3
+_NEAR = 0.02
+
+
+def measure(name: str, rounds: int, *, small: bool = False) -> Outcome:
+    """The case. This process is rank 0, owns the engine, and measures; rank 1 is a process beside it."""
+    store = TCPStore(_LOOPBACK, 0, None, True, timedelta(seconds=_TIMEOUT_S), False)
+    other = mp.get_context("spawn").Process(target=_other, args=(store.port, name, rounds, small), daemon=True)
+    other.start()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            outcome = _on_rank(0, store, name, rounds, small, Path(folder))
+        other.join(_END_S)
+    finally:
+        other.kill()
+        other.join()
+    return outcome
+
+
+def _other(port: int, name: str, rounds: int, small: bool) -> None:
+    store = TCPStore(_LOOPBACK, port, None, False, timedelta(seconds=_TIMEOUT_S), False)
+    _on_rank(1, store, name, rounds, small)
+    os._exit(0)  # a gloo rank that runs the interpreter's own exit may abort in a destructor
+
+
+def _on_rank(rank: int, store: Store, name: str, rounds: int, small: bool, folder: Path | None = None) -> Outcome:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    patience = timedelta(seconds=_TIMEOUT_S)
+    dist.init_process_group("gloo", store=PrefixStore("ranks", store), rank=rank, world_size=2, timeout=patience)
+    wire, own = torch.bfloat16, torch.float32
+    engine = None
+    if folder is not None:
+        checkpoint = models.make_folder(models.config_of(models.DENSE, wire, small=small), folder)
+        engine = engines.start_vllm(checkpoint, "bfloat16", workers=2)
+        store.set(_STARTED, "")
+    store.wait([_STARTED], patience)  # the engine measures what is free when it starts
+    config = models.config_of(models.DENSE, own, small=small)
+    full = models.make_actor(config, own, 1, str(device))
+    outcome = outcome_of(name, full, wire, (Limit(reference=FLOOR, factor=1.5, data=True),))
+    actor = sharded(full)
+    del full
+    free()
+    free_bytes = torch.cuda.mem_get_info()[0]
+    with wsync.connect(actor, engine, config=PULL) as session:
+        outcome.facts["seconds to map, at first"] = session.sync().stages.get("worker map")
+        taken = free_bytes - torch.cuda.mem_get_info()[0]
+        outcome.facts["device bytes taken"] = taken
+        outcome.checks["takes at most 64 MiB"] = taken <= EXTRA_BYTES
+        if engine is not None:
+            _sample(outcome, session, actor, rounds)
+        else:
+            for _ in range(_syncs(rounds)):
+                session.sync()
+        answers: list[Any] = []
+        for seed in (2, 3, 4):
+            expected = renew(actor, config, seed)
+            session.sync()
+            if engine is not None:
+                answers.append(engines.answers_of(engine))
+                outcome.checks[f"tokens of weights {seed}"] = (
+                    answers[-1] == expected and answers[-1] not in answers[:-1]
+                )
+    return outcome
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """The same module under FSDP2 on all ranks: each decoder layer, and what is left."""
+    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+    for layer in model.model.layers:  # type: ignore[union-attr]
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@torch.no_grad()
+def renew(actor: nn.Module, config: Any, seed: int) -> list[list[int]]:
+    """Give every rank's shards new weights, and return what transformers says with them, rounded to bf16."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank)
+    full = models.make_actor(config, torch.float32, seed, str(device))
+    for (_, shard), (_, whole) in zip(actor.named_parameters(), full.named_parameters(), strict=True):
+        assert isinstance(shard, DTensor)
+        parts = whole.chunk(world)
+        shard.to_local().copy_(parts[rank] if rank < len(parts) else whole[:0])
+    return models.greedy(full.to(torch.bfloat16), engines.prompts(), engines.NEW_TOKENS)
+
+
+def _syncs(rounds: int) -> int:
+    """How many syncs `_sample` makes."""
+    return WARM_UP + rounds + _LAST
+
+
+def _sample(outcome: Outcome, session: wsync.Session, actor: nn.Module, rounds: int) -> None:
+    crossing, staying = _elements(outcome.nbytes // 2, actor)
+    references = {LOCAL: _cast(staying), LINK: _both_ways(crossing)}
+    outcome.samples = in_turn(lambda: timed(outcome, session), references, rounds)
+    outcome.data_seconds = outcome.data_seconds[-rounds:]
+    both = [max(pair) for pair in zip(*(outcome.samples.references[key] for key in (LOCAL, LINK)), strict=True)]
+    outcome.samples = type(outcome.samples)(
+        seconds=outcome.samples.seconds, references={**outcome.samples.references, FLOOR: tuple(both)}
+    )
+    before = received_bytes()
+    reports = [session.sync() for _ in range(_LAST)]
+    moved = None if before is None else [(b - a) / _LAST for a, b in zip(before, received_bytes() or (), strict=False)]
+    planned = crossing * 4
+    control = min(report.control_seconds for report in reports)
+    outcome.facts |= {
+        "stages of the last sync, s": dict(reports[-1].stages),
+        "control seconds": [report.control_seconds for report in reports],
+        "bytes that must cross to each worker": planned,
+        "bytes that each device received a sync": moved,
+    }
+    outcome.checks[f"control at most {_CONTROL_S * 1e3:g} ms"] = control <= _CONTROL_S
+    outcome.checks["each element is read once"] = reports[-1].pulled_nbytes == _read_bytes(actor, outcome.nbytes // 2)
+    if moved:
+        outcome.checks["link bytes within 2% of the plan's"] = max(moved) <= planned * (1 + _NEAR)
+
+
+def _elements(numel: int, actor: nn.Module) -> tuple[int, int]:
+    """How many of the elements that one worker of two needs lie on the other rank, and on its own."""
+    columns = _numel(actor, ("o_proj.weight", "down_proj.weight"))
+    return columns // 4 + _numel(actor, _NORMS) // 2, numel // 2 - columns // 4
+
+
+def _numel(actor: nn.Module, names: tuple[str, ...]) -> int:
+    """Of all parameters whose names end so."""
+    return sum(parameter.numel() for name, parameter in actor.named_parameters() if name.endswith(names))
+
+
+def _read_bytes(actor: nn.Module, numel: int) -> int:
+    """In fp32, by both workers: norms by both, all else by one of them."""
+    return 4 * (numel + _numel(actor, _NORMS))
+
+
+def _cast(numel: int) -> Callable[[], None]:
+    """On this rank's device."""
+    source = torch.empty(numel, dtype=torch.float32, device="cuda").uniform_(-1, 1)
+    target = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> None:
+        target.copy_(source)
+
+    return run
+
+
+def _both_ways(numel: int) -> Callable[[], None]:
+    """So many fp32 elements each way between the two devices, at the same time."""
+    devices = [torch.device("cuda", index) for index in (0, 1)]
+    sources = [torch.empty(numel, device=device).uniform_(-1, 1) for device in devices]
+    targets = [torch.empty(numel, device=device) for device in reversed(devices)]
+
+    def run() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source, non_blocking=True)
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    return run
