@@ -107,5 +107,5 @@ def test_an_engine_in_this_process_reads_the_memory_as_it_is() -> None:
 
 
 def test_host_memory_is_not_pulled_into_a_device(engine: HFEngine) -> None:
-    with pytest.raises(UnsupportedError, match="does not have its weights where the worker has them"):
+    with pytest.raises(UnsupportedError, match="no transport serves"):
         wsync.connect(seeded(llama, 1), engine, config=PULL)

@@ -183,6 +183,8 @@ def _reason_apart(holder: str, reader: str) -> str:
     """Why one device cannot read the memory of the other; "" if it can."""
     if reader == holder:
         return ""
+    if not holder.startswith("cuda:"):
+        return ": only memory of a CUDA device can be shared"
     try:
         return "" if can_read(reader, holder) else ", which cannot read it"
     except TransportError as error:
