@@ -83,19 +83,25 @@ class Launches:
 
 
 def _launch(kind: Kind, table: torch.Tensor, lists: Sequence[torch.Tensor]) -> None:
-    _tiles[(len(table),)](
-        table,
-        *lists,
-        source_type=_TYPES[kind.source],
-        target_type=_TYPES[kind.target],
-        aligned=kind.aligned,
-        tile=TILE,
-        num_warps=_WARPS if kind.source == kind.target else _CASTING_WARPS,
-    )
+    shared = {
+        "source_type": _TYPES[kind.source],
+        "target_type": _TYPES[kind.target],
+        "aligned": kind.aligned,
+        "tile": TILE,
+        "num_warps": _WARPS if kind.source == kind.target else _CASTING_WARPS,
+    }
+    if kind.in_blocks:
+        unit_bytes = _ALIGNMENT_BYTES if kind.aligned else 1
+        units = [max(1, unit_bytes // dtype.itemsize) for dtype in (kind.source, kind.target)]
+        _parts_of_blocks[(len(table),)](
+            table, *lists, together=max(units), source_unit=units[0], target_unit=units[1], **shared
+        )
+    else:
+        _parts_of_runs[(len(table),)](table, *lists, **shared)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _tiles(  # type: ignore[no-untyped-def]
+def _parts_of_runs(  # type: ignore[no-untyped-def]
     table,
     sources,
     targets,
@@ -116,3 +122,35 @@ def _tiles(  # type: ignore[no-untyped-def]
         tl.store(target + at, tl.load(source + at).to(target_type))
     else:
         tl.store(target + at, tl.load(source + at, mask=at < count).to(target_type), mask=at < count)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _parts_of_blocks(  # type: ignore[no-untyped-def]
+    table,
+    sources,
+    targets,
+    source_type: tl.constexpr,
+    target_type: tl.constexpr,
+    aligned: tl.constexpr,
+    tile: tl.constexpr,
+    together: tl.constexpr,  # elements that no end of a run comes between: they move at once
+    source_unit: tl.constexpr,  # elements of which every distance is a multiple
+    target_unit: tl.constexpr,
+):
+    row = table + tl.program_id(0).to(tl.int64) * 9
+    source = (tl.load(sources + tl.load(row)) + tl.load(row + 1)).to(tl.pointer_type(source_type))
+    target = (tl.load(targets + tl.load(row + 2)) + tl.load(row + 3)).to(tl.pointer_type(target_type))
+    count, first, length = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+    source_step, target_step = tl.load(row + 7), tl.load(row + 8)
+    if aligned:
+        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
+        source_step, target_step = tl.multiple_of(source_step, source_unit), tl.multiple_of(target_step, target_unit)
+    a_run = (length // together).to(tl.int32)
+    run = first // length
+    unit = ((first - run * length) // together).to(tl.int32) + tl.arange(0, tile // together)
+    runs, columns = run + unit // a_run, (unit % a_run) * together
+    at = tl.arange(0, together)[None, :]
+    froms = (runs * source_step + columns)[:, None] + at
+    tos = (runs * target_step + columns)[:, None] + at
+    there = (tl.arange(0, tile // together) * together)[:, None] + at < count
+    tl.store(target + tos, tl.load(source + froms, mask=there).to(target_type), mask=there)

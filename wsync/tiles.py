@@ -9,13 +9,16 @@ import numpy as np
 import torch
 
 from wsync.runs import IntArray
-from wsync.views import Pair, first_elements, outer_dims
+from wsync.views import Dim, Pair, first_elements, outer_dims
 
 TILE = 8192
 """Most elements in one row. Of 1024 to 16384 this was the best on an H200, by a few percent."""
 
-MIN_RUN_BYTES = 256
-"""Copies in shorter runs are left to torch: a row for each run would cost more than it moves."""
+MIN_BLOCK = 64
+"""Copies that fall into smaller blocks, in elements, are left to torch: a row for each costs more than it moves."""
+
+_LONG = 4 * TILE
+"""Runs of so many elements are cut one by one: nothing is gained by filling a tile from two of them."""
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -29,11 +32,18 @@ class Kind:
     """Equal dtypes are copied as words of the widest integer that fits."""
 
     aligned: bool
-    """Every row begins at a multiple of 16 bytes on both sides."""
+    """Everything begins at a multiple of 16 bytes on both sides, runs of a block too."""
+
+    in_blocks: bool
+    """Whether a row is a part of a block, or else of a run."""
 
 
 Table = IntArray
-"""int64 `[rows, 5]`: source memory, byte offset in it, target memory, byte offset in it, number of elements."""
+"""int64 `[rows, 5]`: source memory, byte offset in it, target memory, byte offset in it, number of elements.
+
+In blocks int64 `[rows, 9]`: the offsets are those of the whole block, and there follow the first element of the row in
+the block, and the block's elements in a run, between the beginnings of runs at the source, and at the target.
+"""
 
 
 def tables(
@@ -50,48 +60,77 @@ def tables(
     others = []
     for pair in pairs:
         source, target = pair
-        equal = source.dtype == target.dtype
         if not source.region.numel:
             continue
-        if not equal and (source.dtype, target.dtype) not in casts:
+        dims, length = outer_dims(pair)
+        converts = source.dtype == target.dtype or (source.dtype, target.dtype) in casts
+        block = dims[-1][0] * length if dims else length
+        if not converts or (dims and block < MIN_BLOCK):
             others.append(pair)
             continue
-        runs = _runs(pair)
-        if runs is None:
-            others.append(pair)
-            continue
-        kind, table = _cut(*runs, pair, alignment)
+        if not dims or length >= _LONG:
+            kind, table = _runs(pair, dims, length, alignment)
+        else:
+            kind, table = _blocks(pair, dims, length, alignment)
         rows[kind].append(table)
     return {kind: np.concatenate(parts) for kind, parts in rows.items()}, others
 
 
-def _runs(pair: Pair) -> tuple[tuple[IntArray, IntArray], int] | None:
-    """First elements of the runs that are contiguous on both sides, and their length; None if that is too short."""
-    dims, length = outer_dims(pair)
-    if length * pair[1].dtype.itemsize < MIN_RUN_BYTES and dims:
-        return None
-    return first_elements(pair, dims), length
-
-
-def _cut(runs: tuple[IntArray, IntArray], length: int, pair: Pair, alignment: int) -> tuple[Kind, Table]:
-    """Rows of at most `TILE` elements, and the kind of launch that they need."""
-    source, target = pair
-    froms, tos = runs[0] * source.dtype.itemsize, runs[1] * target.dtype.itemsize
-    steps = (source.dtype.itemsize, target.dtype.itemsize)
-    source_type, target_type = source.dtype, target.dtype
+def _runs(pair: Pair, dims: Sequence[Dim], length: int, alignment: int) -> tuple[Kind, Table]:
+    """Rows of at most `TILE` elements, each of one run, and the kind of launch that they need."""
+    froms, tos = _offsets(pair, dims)
     granularity = math.gcd(alignment, _granularity(froms, tos))
-    if source.dtype == target.dtype:
-        nbytes = length * target.dtype.itemsize
-        word = math.gcd(granularity, nbytes, 8)
-        source_type = target_type = _WORDS[word]
-        steps, length = (word, word), nbytes // word
-    starts = np.arange(0, length, TILE, dtype=np.int64)
+    words = _Words.of(pair, granularity, length)
+    starts = np.arange(0, words.count, TILE, dtype=np.int64)
     table = np.empty((len(froms), len(starts), 5), np.int64)
-    table[..., 0], table[..., 2] = source.memory, target.memory
-    table[..., 1] = froms[:, None] + starts * steps[0]
-    table[..., 3] = tos[:, None] + starts * steps[1]
-    table[..., 4] = np.minimum(TILE, length - starts)
-    return Kind(source_type, target_type, granularity % 16 == 0), table.reshape(-1, 5)
+    table[..., 0], table[..., 2] = pair[0].memory, pair[1].memory
+    table[..., 1] = froms[:, None] + starts * words.source.itemsize
+    table[..., 3] = tos[:, None] + starts * words.target.itemsize
+    table[..., 4] = np.minimum(TILE, words.count - starts)
+    return Kind(words.source, words.target, granularity % 16 == 0, False), table.reshape(-1, 5)
+
+
+def _blocks(pair: Pair, dims: Sequence[Dim], length: int, alignment: int) -> tuple[Kind, Table]:
+    """Rows of at most `TILE` elements of a block: runs at equal distances, as of the innermost dim."""
+    *outer, (size, *steps) = dims
+    froms, tos = _offsets(pair, outer)
+    step_bytes = [step * place.dtype.itemsize for step, place in zip(steps, pair, strict=True)]
+    run_bytes = [length * place.dtype.itemsize for place in pair]
+    granularity = math.gcd(alignment, _granularity(froms, tos), *step_bytes, *run_bytes)
+    words = _Words.of(pair, granularity, length)
+    starts = np.arange(0, size * words.count, TILE, dtype=np.int64)
+    table = np.empty((len(froms), len(starts), 9), np.int64)
+    table[..., 0], table[..., 2] = pair[0].memory, pair[1].memory
+    table[..., 1], table[..., 3] = froms[:, None], tos[:, None]
+    table[..., 4] = np.minimum(TILE, size * words.count - starts)
+    table[..., 5], table[..., 6] = starts, words.count
+    table[..., 7], table[..., 8] = step_bytes[0] // words.source.itemsize, step_bytes[1] // words.target.itemsize
+    return Kind(words.source, words.target, granularity % 16 == 0, True), table.reshape(-1, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What the elements of a run are copied as."""
+
+    source: torch.dtype
+    target: torch.dtype
+    count: int
+    """In a run."""
+
+    @classmethod
+    def of(cls, pair: Pair, granularity: int, length: int) -> "_Words":
+        """For runs of `length` elements whose beginnings `granularity` divides, in bytes."""
+        source, target = pair[0].dtype, pair[1].dtype
+        if source != target:
+            return cls(source, target, length)
+        word = math.gcd(granularity, length * target.itemsize, 8)
+        return cls(_WORDS[word], _WORDS[word], length * target.itemsize // word)
+
+
+def _offsets(pair: Pair, dims: Sequence[Dim]) -> tuple[IntArray, IntArray]:
+    """Bytes from the beginning of each memory to the first element of each run, or block, over `dims`."""
+    froms, tos = first_elements(pair, dims)
+    return froms * pair[0].dtype.itemsize, tos * pair[1].dtype.itemsize
 
 
 def _granularity(froms: IntArray, tos: IntArray) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from wsync.copies import Copies, copy_views
 from wsync.regions import Region
 from wsync.strided import memory_view
-from wsync.tiles import MIN_RUN_BYTES, TILE, Kind, Table, tables
+from wsync.tiles import MIN_BLOCK, TILE, Kind, Table, tables
 from wsync.views import Pair, Place, Views
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -45,11 +45,25 @@ def pairs(draw: st.DrawFn) -> Pair:
 def replay(found: dict[Kind, Table], sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
     """What the kernel does, row by row."""
     for kind, table in found.items():
-        for source, start, target, place, count in table.tolist():
+        for source, start, target, place, count, *block in table.tolist():
             assert 0 < count <= TILE
-            taken = sources[source].view(torch.uint8)[start : start + count * kind.source.itemsize]
-            given_to = targets[target].view(torch.uint8)[place : place + count * kind.target.itemsize]
-            given_to.copy_(taken.clone().view(kind.source).to(kind.target).view(torch.uint8))
+            first, length, *steps = block or (0, count, 0, 0)
+            at = torch.arange(first, first + count)
+            froms, tos = (
+                start_byte + (at // length * step + at % length) * dtype.itemsize
+                for start_byte, step, dtype in zip((start, place), steps, (kind.source, kind.target), strict=True)
+            )
+            assert bool(block) is kind.in_blocks
+            if kind.aligned:
+                assert all(offset % 16 == 0 for offset in (start, place))
+                assert steps[0] * kind.source.itemsize % 16 == steps[1] * kind.target.itemsize % 16 == 0
+                assert not block or all(length * dtype.itemsize % 16 == 0 for dtype in (kind.source, kind.target))
+            taken = sources[source][_bytes_at(froms, kind.source)].view(kind.source)
+            targets[target][_bytes_at(tos, kind.target)] = taken.to(kind.target).view(torch.uint8)
+
+
+def _bytes_at(starts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return (starts[:, None] + torch.arange(dtype.itemsize)).reshape(-1)
 
 
 @given(pairs(), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 99))
@@ -61,7 +75,7 @@ def test_rows_are_the_copy(pair: Pair, alignment: int, seed: int) -> None:
     found, others = tables([pair], CASTS, alignment)
     replay(dict(found), sources, targets)
     if others:
-        assert pair[0].region.sizes[-1] * pair[1].dtype.itemsize < MIN_RUN_BYTES
+        assert pair[0].region.numel < MIN_BLOCK
         Copies(others).run(sources, targets)
     for got, wanted in zip(targets, expected, strict=True):
         assert torch.equal(got, wanted)
@@ -193,9 +207,32 @@ def test_a_large_tensor_is_cut_into_tiles_of_words() -> None:
     found, others = tables([pair], CASTS, 16)
     assert not others
     [(kind, table)] = found.items()
-    assert kind == Kind(torch.int64, torch.int64, True)
+    assert kind == Kind(source=torch.int64, target=torch.int64, aligned=True, in_blocks=False)
     assert table[:, 4].tolist() == [TILE, TILE, TILE, 5]
     assert np.array_equal(table[:, 3] - table[:, 1], np.full(4, 16))
+
+
+def test_short_runs_share_tiles() -> None:
+    """As a rank's rows of a weight that the engine cuts by columns."""
+    pair = (
+        Place(memory=0, dtype=torch.float32, region=Region(0, (1792, 1792), (3584, 1))),
+        Place(memory=0, dtype=torch.bfloat16, region=Region.whole((1792, 1792))),
+    )
+    found, others = tables([pair], CASTS, 16)
+    assert not others
+    [(kind, table)] = found.items()
+    assert kind == Kind(source=torch.float32, target=torch.bfloat16, aligned=True, in_blocks=True)
+    assert len(table) == 1792 * 1792 // TILE
+    assert set(table[:, 4]) == {TILE}
+
+
+def test_what_falls_into_small_pieces_is_left_to_torch() -> None:
+    strides = (5000, 100, 3)
+    pair = (
+        Place(memory=0, dtype=torch.float32, region=Region(0, (40, 30, 20), strides)),
+        Place(memory=0, dtype=torch.float32, region=Region(0, (40, 30, 20), (2400, 80, 4))),
+    )
+    assert tables([pair], CASTS, 16) == ({}, [pair])
 
 
 def test_dtypes_that_the_kernel_does_not_convert_are_left_to_torch() -> None:
@@ -220,11 +257,11 @@ def check_on_a_gpu(source_type: torch.dtype, target_type: torch.dtype, offset: i
     bits = torch.randint(-(2**31), 2**31 - 1, (1 << 20,), dtype=torch.int32, device=device)
     source = bits.view(source_type)[offset:]
     made, at, to = [], 0, 0
-    for rows, columns in [(3, 5000), (1, 4096 * 3 + 7), (200, 130), (700, 3), (0, 9)]:
+    for rows, columns in [(3, 5000), (1, 4096 * 3 + 7), (200, 130), (700, 3), (0, 9), (64, 896), (3, 40_000)]:
         taken = Region(at, (rows, columns), (columns + offset, 1))
-        put = Region(to, (rows, columns), (columns + 1, 1))
+        put = Region(to, (rows, columns), (columns + offset % 3 * 8, 1))
         made.append((Place(memory=0, dtype=source_type, region=taken), Place(memory=0, dtype=target_type, region=put)))
-        at, to = at + rows * (columns + offset), to + rows * (columns + 1)
+        at, to = at + rows * (columns + offset), to + rows * (columns + offset % 3 * 8)
     copies = Copies(made)
     for _ in range(3):  # every time somewhere else
         target = torch.zeros(to + 8, dtype=target_type, device=device)
