@@ -22,12 +22,13 @@ class Copies:
     left to torch, a view for each side: memories on several devices, dtypes that the kernel does not convert.
     """
 
-    def __init__(self, pairs: Sequence[Pair], *, mapped: bool = False) -> None:
+    def __init__(self, pairs: Sequence[Pair], *, over_link: bool = False) -> None:
         """Args:
         pairs: what is copied.
-        mapped: whether the device of the targets can read all sources, wherever they are.
+        over_link: whether sources lie on other devices than the targets, whose device can read them; such copies leave
+            most of that device to others.
         """
-        self._pairs, self._mapped = tuple(pairs), mapped
+        self._pairs, self._over_link = tuple(pairs), over_link
         self._launches: Launches | None = None
         self._device: torch.device | None = None
         self._host: tuple[Sequence[WholeCopies], Sequence[Pair]] | None = None
@@ -53,7 +54,7 @@ class Copies:
             missed = [pair for whole in wholes if not whole.run(sources, targets) for pair in whole.pairs]
             copy_views([*others, *missed], sources, targets)
             return
-        device = _only_device(targets) if self._mapped else _only_device(sources, targets)
+        device = _only_device(targets) if self._over_link else _only_device(sources, targets)
         if device is None or device.type != "cuda":
             copy_views(self._pairs, sources, targets)
         else:
@@ -63,7 +64,7 @@ class Copies:
         if self._launches is None or self._device != device:
             from wsync.copy_kernel import Launches
 
-            self._launches, self._device = Launches(self._pairs, device), device
+            self._launches, self._device = Launches(self._pairs, device, sparing=self._over_link), device
         return self._launches
 
 

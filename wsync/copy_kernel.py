@@ -41,8 +41,17 @@ CASTS = frozenset((source, target) for source in _FLOATS for target in _FLOATS i
 class Launches:
     """The copies of one list on one device."""
 
-    def __init__(self, pairs: Sequence[Pair], device: torch.device) -> None:
+    def __init__(self, pairs: Sequence[Pair], device: torch.device, *, sparing: bool = False) -> None:
+        """Args:
+        pairs: what is copied.
+        device: that does it.
+        sparing: take one program of each multiprocessor, and leave the others to what runs beside. Enough for copies
+            that wait for a link between devices.
+        """
         self._pairs, self._device = pairs, device
+        self._most: int | None = None
+        if sparing:
+            self._most = torch.cuda.get_device_properties(device).multi_processor_count
         self._others: Sequence[Pair] = ()
         self._tables: Mapping[Kind, torch.Tensor] = {}
         self._addresses: list[int] = []
@@ -64,7 +73,7 @@ class Launches:
     def _launch(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         with torch.cuda.device(self._device):
             for kind, table in self._tables.items():
-                _launch(kind, table, self._lists)
+                _launch(kind, table, self._lists, self._most)
         if self._others:
             copy_views(self._others, sources, targets)
 
@@ -82,27 +91,65 @@ class Launches:
         self._addresses = found
 
 
-def _launch(kind: Kind, table: torch.Tensor, lists: Sequence[torch.Tensor]) -> None:
-    shared = {
-        "source_type": _TYPES[kind.source],
-        "target_type": _TYPES[kind.target],
-        "aligned": kind.aligned,
-        "tile": TILE,
-        "num_warps": _WARPS if kind.source == kind.target else _CASTING_WARPS,
-    }
-    if kind.in_blocks:
-        unit_bytes = _ALIGNMENT_BYTES if kind.aligned else 1
-        units = [max(1, unit_bytes // dtype.itemsize) for dtype in (kind.source, kind.target)]
-        _parts_of_blocks[(len(table),)](
-            table, *lists, together=max(units), source_unit=units[0], target_unit=units[1], **shared
-        )
-    else:
-        _parts_of_runs[(len(table),)](table, *lists, **shared)
+def _launch(kind: Kind, table: torch.Tensor, lists: Sequence[torch.Tensor], most: int | None) -> None:
+    programs = len(table) if most is None else min(most, len(table))
+    unit_bytes = _ALIGNMENT_BYTES if kind.aligned else 1
+    units = [max(1, unit_bytes // dtype.itemsize) for dtype in (kind.source, kind.target)]
+    _copy_rows[(programs,)](
+        table,
+        len(table),
+        *lists,
+        source_type=_TYPES[kind.source],
+        target_type=_TYPES[kind.target],
+        aligned=kind.aligned,
+        tile=TILE,
+        in_blocks=kind.in_blocks,
+        together=max(units),
+        source_unit=units[0],
+        target_unit=units[1],
+        several=programs < len(table),
+        num_warps=_WARPS if kind.source == kind.target else _CASTING_WARPS,
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _parts_of_runs(  # type: ignore[no-untyped-def]
+def _copy_rows(  # type: ignore[no-untyped-def]
     table,
+    num_rows,
+    sources,
+    targets,
+    source_type: tl.constexpr,
+    target_type: tl.constexpr,
+    aligned: tl.constexpr,
+    tile: tl.constexpr,
+    in_blocks: tl.constexpr,
+    together: tl.constexpr,  # elements that no end of a run comes between: they move at once
+    source_unit: tl.constexpr,  # elements of which every distance in a block is a multiple
+    target_unit: tl.constexpr,
+    several: tl.constexpr,  # whether a program takes more than one row
+):
+    number = tl.program_id(0).to(tl.int64)
+    if several:
+        for each in range(number, num_rows, tl.num_programs(0)):
+            if in_blocks:
+                _copy_in_block(
+                    table + each * 9, sources, targets, source_type, target_type, aligned, tile,
+                    together, source_unit, target_unit,
+                )  # fmt: skip
+            else:
+                _copy_in_run(table + each * 5, sources, targets, source_type, target_type, aligned, tile)
+    elif in_blocks:
+        _copy_in_block(
+            table + number * 9, sources, targets, source_type, target_type, aligned, tile,
+            together, source_unit, target_unit,
+        )  # fmt: skip
+    else:
+        _copy_in_run(table + number * 5, sources, targets, source_type, target_type, aligned, tile)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _copy_in_run(  # type: ignore[no-untyped-def]
+    row,
     sources,
     targets,
     source_type: tl.constexpr,
@@ -110,7 +157,6 @@ def _parts_of_runs(  # type: ignore[no-untyped-def]
     aligned: tl.constexpr,
     tile: tl.constexpr,
 ):
-    row = table + tl.program_id(0).to(tl.int64) * 5
     source = (tl.load(sources + tl.load(row)) + tl.load(row + 1)).to(tl.pointer_type(source_type))
     target = (tl.load(targets + tl.load(row + 2)) + tl.load(row + 3)).to(tl.pointer_type(target_type))
     if aligned:  # lets the compiler load 16 bytes at a time
@@ -125,19 +171,18 @@ def _parts_of_runs(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _parts_of_blocks(  # type: ignore[no-untyped-def]
-    table,
+def _copy_in_block(  # type: ignore[no-untyped-def]
+    row,
     sources,
     targets,
     source_type: tl.constexpr,
     target_type: tl.constexpr,
     aligned: tl.constexpr,
     tile: tl.constexpr,
-    together: tl.constexpr,  # elements that no end of a run comes between: they move at once
-    source_unit: tl.constexpr,  # elements of which every distance is a multiple
+    together: tl.constexpr,
+    source_unit: tl.constexpr,
     target_unit: tl.constexpr,
 ):
-    row = table + tl.program_id(0).to(tl.int64) * 9
     source = (tl.load(sources + tl.load(row)) + tl.load(row + 1)).to(tl.pointer_type(source_type))
     target = (tl.load(targets + tl.load(row + 2)) + tl.load(row + 3)).to(tl.pointer_type(target_type))
     count, first, length = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
@@ -145,10 +190,10 @@ def _parts_of_blocks(  # type: ignore[no-untyped-def]
     if aligned:
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
         source_step, target_step = tl.multiple_of(source_step, source_unit), tl.multiple_of(target_step, target_unit)
-    a_run = (length // together).to(tl.int32)
+    units_in_run = (length // together).to(tl.int32)
     run = first // length
     unit = ((first - run * length) // together).to(tl.int32) + tl.arange(0, tile // together)
-    runs, columns = run + unit // a_run, (unit % a_run) * together
+    runs, columns = run + unit // units_in_run, (unit % units_in_run) * together
     at = tl.arange(0, together)[None, :]
     froms = (runs * source_step + columns)[:, None] + at
     tos = (runs * target_step + columns)[:, None] + at

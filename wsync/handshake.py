@@ -4,7 +4,7 @@ import uuid
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, cast
 
 import torch
@@ -43,7 +43,7 @@ class Agreement:
     """Optional tensors that no engine takes."""
 
     choices: tuple[Choice, ...]
-    """The transport of each of this rank's engines."""
+    """The transport of each of this rank's engines. None at all if nothing travels."""
 
     spread: frozenset[str]
     """Replicas whose workers belong to several engines, of one rank or of several."""
@@ -91,15 +91,23 @@ def connect_ranks(
     taken = {spec.name for spec in wanted}
     senders = tuple(rank for rank, names in enumerate(engines_by_rank) if names)
     patience = Deadline.beyond(config.timeout_s)
-    choices = group.local("choose a transport", lambda: _choose_all(producer, engines, transports, config), patience)
     manifests = [manifest for workers in replicas.values() for manifest in workers]
+
+    def choose_all() -> Sequence[Choice]:
+        choosing = partial(_choose_all, producer, engines, transports, config)
+        return group.local("choose a transport", choosing, patience)
+
+    choices: Sequence[Choice] = ()
     if config.path == "pull":
         pulled = agree_on_pull(producer, engines, specs, wanted, manifests, group, config)
         plan, buckets_because = Plan.pack(wanted, config.bucket_bytes, pulled), ""
         group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
         if plan.pulled is not None:
             check_exports(producer, plan.pulled, group, config)
+        if plan.sent.buckets:
+            choices = choose_all()
     else:
+        choices = choose_all()
         plan, buckets_because = agree_on_plan(producer, wanted, choices, senders, group, config)
     return Agreement(
         plan=plan,

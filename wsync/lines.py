@@ -12,6 +12,7 @@ from wsync.deadline import Deadline
 from wsync.plan import Plan
 from wsync.protocols import Engine, Sender
 from wsync.topology import Choice
+from wsync.transports.nothing import NAME, NoSender
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,11 +42,17 @@ def open_lines(
 ) -> list[Line]:
     """One sender for each transport among `choices`, with every engine's workers attached. Weights are on `device`.
 
+    A plan of which nothing travels needs no transport.
+
     Raises what an engine's `attach` or the transport raises; then nothing is left open.
     """
     lines: list[Line] = []
     plan = plan.without_owners()
     deadline = Deadline.after(config.timeout_s)
+    if not plan.sent.buckets and engines:
+        line = Line(transport=NAME, sender=NoSender(generation), engines=tuple(engines), by_reference=False)
+        _attach(line, [0] * len(engines), plan, deadline)
+        return [line]
     try:
         for name in dict.fromkeys(choice.transport.name for choice in choices):
             served = [pair for pair in zip(engines, choices, strict=True) if pair[1].transport.name == name]
@@ -53,7 +60,7 @@ def open_lines(
             transport = served[0][1].transport
             sender = transport.sender(
                 slot_bytes=plan.capacity,
-                num_slots=0 if plan.in_place else min(config.num_slots, len(plan.sent.buckets)) or 1,
+                num_slots=0 if plan.in_place else min(config.num_slots, len(plan.sent.buckets)),
                 receivers=sum(receivers),
                 generation=generation,
                 device=device,

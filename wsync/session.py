@@ -110,7 +110,7 @@ class Session:
             f"rank {self._group.rank} of {self._group.world_size}; senders: ranks {list(agreement.senders)}",
             *(f"engine: {name}" for name in agreement.engines),
         ]
-        for engine, choice in zip(self.engines, agreement.choices, strict=True):
+        for engine, choice in zip(self.engines, agreement.choices, strict=bool(agreement.choices)):
             text.append(f"{engine.name}: {choice.explain()}")
         for manifest in agreement.manifests:
             text.append(f"worker: {manifest.replayed} tensors copied by plan ({manifest.verified})")

@@ -39,6 +39,7 @@ from wsync.report import Stopwatch
 from wsync.state import State, StateMachine
 from wsync.targets import all_held
 from wsync.traits import cuda_devices
+from wsync.transports.nothing import NoReceiver
 from wsync.verify import check_launch_weights
 
 Message = Mapping[str, Any]
@@ -179,8 +180,10 @@ class Worker:
         routine = Routine.compile(load, plan)
         index = int(message["first_index"]) + self._rank
         deadline = Deadline.after(float(message["timeout_s"]))
-        with current_device(self._loader.endpoint().device):
-            receiver = self._transport(ticket.transport).receiver(ticket, index, deadline)
+        receiver: Receiver = NoReceiver()
+        if plan.sent.buckets:
+            with current_device(self._loader.endpoint().device):
+                receiver = self._transport(ticket.transport).receiver(ticket, index, deadline)
         with self._detaching:
             self._attachment = _Attachment(ticket.address, self._loader, plan, plan.sent, routine, receiver)
         return {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wsync.copies import Copies, copy_views
@@ -16,6 +16,9 @@ from wsync.regions import Region
 from wsync.strided import memory_view
 from wsync.tiles import MIN_BLOCK, TILE, Kind, Table, tables
 from wsync.views import Pair, Place, Views
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 CASTS = frozenset((a, b) for a in FLOATS for b in FLOATS if a != b)

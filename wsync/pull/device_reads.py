@@ -9,10 +9,11 @@ from wsync.copies import Copies
 from wsync.device import device_of
 from wsync.errors import TransportError
 from wsync.pull.exports import Export, Probe
+from wsync.regions import Region
 from wsync.topology import Endpoint
 from wsync.transports.device_memory import handle_bytes, open_exported, own_memory
 from wsync.transports.references import Segment
-from wsync.views import Pair
+from wsync.views import Pair, Place
 
 
 class DeviceMemories:
@@ -34,20 +35,33 @@ class DeviceMemories:
 
 
 class DeviceReads:
-    """Copies that are worked out once and run at every sync. See `wsync.pull.sources.Reads`."""
+    """Copies that are worked out once and run at every sync. See `wsync.pull.sources.Reads`.
+
+    What lies on other devices comes on a stream of its own, beside what lies on this one.
+    """
 
     def __init__(self, pairs: Sequence[Pair], sources: list[torch.Tensor], device: torch.device) -> None:
         """`pairs`: from places in `sources` to places in targets on `device`."""
         self.nbytes = sum(source.region.numel * source.dtype.itemsize for source, _ in pairs)
-        self._copies, self._sources, self._device = Copies(pairs, mapped=True), sources, device
+        self._sources, self._device = sources, device
+        far = [sources[source.memory].device != device for source, _ in pairs]
+        self._near = Copies([pair for pair, is_far in zip(pairs, far, strict=True) if not is_far])
+        self._far = Copies([pair for pair, is_far in zip(pairs, far, strict=True) if is_far], over_link=True)
+        self._any_far = any(far)
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         make = cast("Any", torch.cuda.Event)
         self._begin, self._end = make(enable_timing=True), make(enable_timing=True)
 
     def run(self, targets: Sequence[torch.Tensor]) -> None:
-        """Read, on the current stream of the device."""
+        """Read, before all that is queued on the current stream afterwards."""
         stream = torch.cuda.current_stream(self._device)
         self._begin.record(stream)
-        self._copies.run(self._sources, targets)
+        if self._any_far:  # first: the device begins no program of a later launch while one of this waits for its turn
+            self._side.wait_stream(stream)
+            with torch.cuda.stream(self._side):
+                self._far.run(self._sources, targets)
+        self._near.run(self._sources, targets)
+        stream.wait_stream(self._side)
         self._end.record(stream)
 
     @property
@@ -57,11 +71,14 @@ class DeviceReads:
 
 
 def read(probe: Probe, reader: Endpoint) -> bytes:
-    """The bytes of `probe`. Raises as `DeviceMemories`."""
-    device = device_of(reader.device)
+    """The bytes of `probe`, as the copies of a sync would bring them. Raises as `DeviceMemories`."""
+    device, nbytes = device_of(reader.device), len(probe.value)
     [segment] = probe.segments
     memory = _open(segment, probe.endpoint, reader, device)
-    return memory[: len(probe.value)].cpu().numpy().tobytes()
+    found = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    whole = Place(memory=0, dtype=torch.uint8, region=Region.span(0, nbytes))
+    DeviceReads([(whole, whole)], [memory], device).run([found])
+    return found.cpu().numpy().tobytes()
 
 
 def _mapped(export: Export, reader: Endpoint, device: torch.device) -> list[torch.Tensor]:
