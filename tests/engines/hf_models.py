@@ -47,7 +47,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {"llama": llama, "tied qwen2": tied_qwe
 
 def seeded(make: Callable[[], Any], seed: int) -> Any:
     """`make()` with the weights that belong to `seed`, larger than the defaults: tokens then differ between seeds."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make().eval()
         with torch.no_grad():
