@@ -12,11 +12,11 @@ import torch
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
 from wsync.digest import word_bytes
-from wsync.errors import ConfigError, MismatchError, first_five
+from wsync.errors import ConfigError, MismatchError, UnsupportedError, first_five
 from wsync.group import Group
 from wsync.plan import ALIGNMENT_BYTES, Plan, TensorSpec
 from wsync.protocols import Engine, Manifest, Producer, ReferringTransport, Transport
-from wsync.pull.agreement import agree_on_pull, check_exports
+from wsync.pull.agreement import agree_to_pull
 from wsync.regions import uncovered
 from wsync.topology import Choice, Topology, choose, local_endpoint
 from wsync.views import Views
@@ -93,22 +93,25 @@ def connect_ranks(
     patience = Deadline.beyond(config.timeout_s)
     manifests = [manifest for workers in replicas.values() for manifest in workers]
 
-    def choose_all() -> Sequence[Choice]:
-        choosing = partial(_choose_all, producer, engines, transports, config)
-        return group.local("choose a transport", choosing, patience)
-
+    pulling = partial(agree_to_pull, producer, engines, specs, wanted, manifests, senders, group, config)
+    choosing = partial(_choose_all, producer, engines, transports, config)
     choices: Sequence[Choice] = ()
+    plan: Plan | None
     if config.path == "pull":
-        pulled = agree_on_pull(producer, engines, specs, wanted, manifests, group, config)
-        plan, buckets_because = Plan.pack(wanted, config.bucket_bytes, pulled), ""
-        group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
-        if plan.pulled is not None:
-            check_exports(producer, plan.pulled, group, config)
+        plan, buckets_because = pulling()
+        if plan is None:
+            raise UnsupportedError(f"weights cannot be pulled: {buckets_because}")
         if plan.sent.buckets:
-            choices = choose_all()
+            choices = group.local("choose a transport", choosing, patience)
     else:
-        choices = choose_all()
-        plan, buckets_because = agree_on_plan(producer, wanted, choices, senders, group, config)
+        choices = group.local("choose a transport", choosing, patience)
+        plan, buckets_because = agree_in_place(producer, wanted, choices, senders, group, config)
+        if plan is None and config.path == "auto" and config.transport == "auto" and producer.device.type != "cpu":
+            plan, reason = pulling()
+            buckets_because = f"{buckets_because}, and cannot be pulled: {reason}" if reason else ""
+        if plan is None:
+            in_buckets = plan = Plan.pack(wanted, config.bucket_bytes)
+            group.local("prepare", lambda: producer.prepare(in_buckets, senders, group), patience)
     return Agreement(
         plan=plan,
         buckets_because=buckets_because,
@@ -122,20 +125,20 @@ def connect_ranks(
     )
 
 
-def agree_on_plan(
+def agree_in_place(
     producer: Producer,
     wanted: Sequence[TensorSpec],
     choices: Sequence[Choice],
     senders: Sequence[int],
     group: Group,
     config: SyncConfig,
-) -> tuple[Plan, str]:
-    """Buckets of the configured size, or a single one if every engine reads all of it where it lies on a device.
+) -> tuple[Plan | None, str]:
+    """A plan of a single bucket if every engine reads all of it where it lies on a device.
 
     Then no slot bounds the buckets, and each would cost a launch.
 
     Returns:
-        The plan, and why it has buckets; "" if it has a single one, which is read in place.
+        The plan, which the producer has taken, and "", or None and the reason.
     """
     patience = Deadline.beyond(config.timeout_s)
     reasons = group.gather("in place", lambda: _refuse_in_place(producer, choices, config), patience)
@@ -150,10 +153,7 @@ def agree_on_plan(
             producer.close()
         if not any(reasons):
             return plan, ""
-    why = next(str(reason) for reason in reasons if reason)
-    plan = Plan.pack(wanted, config.bucket_bytes)
-    group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
-    return plan, why
+    return None, next(str(reason) for reason in reasons if reason)
 
 
 def _refuse_in_place(producer: Producer, choices: Sequence[Choice], config: SyncConfig) -> str:

@@ -7,69 +7,74 @@ from wsync.config import SyncConfig
 from wsync.deadline import Deadline
 from wsync.errors import TransportError, UnsupportedError, first_five
 from wsync.group import Group
-from wsync.plan import Bucket, TensorSpec
+from wsync.plan import Bucket, Plan, TensorSpec
 from wsync.protocols import Engine, Manifest, Producer
 from wsync.protocols.pull import ExportingProducer, PullingEngine
 from wsync.pull.exports import Exporter, Probe, Probed
 
 
-def agree_on_pull(
+def agree_to_pull(
     producer: Producer,
     engines: Sequence[Engine],
     held: Sequence[TensorSpec],
     wanted: Sequence[TensorSpec],
     manifests: Sequence[Manifest],
+    senders: Sequence[int],
     group: Group,
     config: SyncConfig,
-) -> frozenset[str]:
-    """*Collective.* Names of the tensors that are pulled.
+) -> tuple[Plan | None, str]:
+    """*Collective.* A plan of which as much as possible is pulled; the producer has taken it then.
 
     Args:
         held: in the trainer's dtypes.
         wanted: in wire dtypes.
 
-    Raises `UnsupportedError`, on every rank, if some worker cannot read some rank, or nothing can be pulled.
+    Returns:
+        The plan and "", or None and the reason on every rank: some worker cannot read some rank, or nothing can be
+        pulled.
     """
     patience = Deadline.beyond(config.timeout_s)
+    if config.verify is not None:
+        return None, "verify compares what arrives in buckets"
     probed: list[Probed] = []
 
-    def probe() -> Probe:
-        probed.append(Probed(group.rank, producer.device))
+    def probe() -> Probe | str:
+        try:
+            probed.append(Probed(group.rank, producer.device))
+        except (TransportError, UnsupportedError) as error:  # the driver forbids it, or its package is not there
+            return str(error)
         return probed[0].probe
 
-    probes = cast("Sequence[Probe]", group.gather("probe", probe, patience))
-    reasons = group.gather("try to pull", lambda: _refused(producer, engines, probes, config), patience)
-    if any(reasons):
-        raise UnsupportedError(f"weights cannot be pulled: {next(reason for reason in reasons if reason)}")
+    probes = cast("Sequence[Probe | str]", group.gather("probe", probe, patience))
+    reasons = [f"trainer rank {rank}: {answer}" for rank, answer in enumerate(probes) if isinstance(answer, str)]
+    if not reasons:
+        answered = cast("Sequence[Probe]", probes)
+        refusals = group.gather("try to pull", lambda: _refused(producer, engines, answered, config), patience)
+        reasons = [str(reason) for reason in refusals if reason]
+    if reasons:
+        return None, reasons[0]
     dtypes = {spec.name: spec.dtype for spec in held}
     fit = {spec.name for spec in wanted if _fits(spec, dtypes, manifests)}
-    exposing = cast("ExportingProducer", producer)
-    hidden = group.gather("exposed", lambda: [name for name in sorted(fit) if not exposing.exposes(name)], patience)
-    names = fit.difference(*cast("Sequence[Sequence[str]]", hidden))
-    if not names:
-        raise UnsupportedError(
-            f"weights cannot be pulled: none of {first_five([spec.name for spec in wanted])} lies in the memory of a "
-            f"rank as an engine's worker can copy it"
-        )
-    return frozenset(names)
-
-
-def check_exports(producer: Producer, bucket: Bucket, group: Group, config: SyncConfig) -> None:
-    """*Collective.* Raise `UnsupportedError`, on every rank, if the memory of some rank cannot be exported.
-
-    Args:
-        producer: has taken the plan.
-        bucket: that is to be pulled.
-    """
-    patience = Deadline.beyond(config.timeout_s)
     exporting = cast("ExportingProducer", producer)
+    hidden = group.gather("exposed", lambda: [name for name in sorted(fit) if not exporting.exposes(name)], patience)
+    names = fit.difference(*cast("Sequence[Sequence[str]]", hidden))
+    plan = Plan.pack(wanted, config.bucket_bytes, names)
+    if plan.pulled is None:
+        some = first_five([spec.name for spec in wanted])
+        return None, f"none of {some} lies in the memory of a rank as an engine's worker can copy it"
+    group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
+    reason = _try_to_export(exporting, plan.pulled, group, patience)
+    return (None, reason) if reason else (plan, "")
+
+
+def _try_to_export(producer: ExportingProducer, bucket: Bucket, group: Group, patience: Deadline) -> str:
+    """*Collective.* Why the memory of some rank cannot be exported; "" if it can."""
     try:
         group.local("open", producer.open, patience)
-        reasons = group.gather("try to export", lambda: _not_exported(exporting, bucket, group.rank), patience)
+        reasons = group.gather("try to export", lambda: _not_exported(producer, bucket, group.rank), patience)
     finally:
         producer.close()
-    if any(reasons):
-        raise UnsupportedError(f"weights cannot be pulled: {next(reason for reason in reasons if reason)}")
+    return next((str(reason) for reason in reasons if reason), "")
 
 
 def _not_exported(producer: ExportingProducer, bucket: Bucket, rank: int) -> str:
