@@ -15,7 +15,7 @@ from wsync.loadplan import Copy, Fill, LoadPlan
 from wsync.plan import Bucket, Plan, TensorMeta
 from wsync.regions import Region
 from wsync.strided import cut, lacking_bytes, memory_view
-from wsync.targets import Targets, held
+from wsync.targets import held, key_of
 from wsync.traits import addresses
 from wsync.views import Pair, Place, Views
 
@@ -94,7 +94,7 @@ class Routine:
 
     def check(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Raise `MismatchError` if a target is gone, has another shape, or its memory was freed. It may have moved."""
-        key = targets.key if isinstance(targets, Targets) else None
+        key = key_of(targets)
         if key is not None and key in self._fitting:
             return
         _check_present({name: targets[name] for name in self.load.layouts if name in targets})
@@ -232,7 +232,8 @@ class Replay:
     def _copy(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
         views = Views.of(tensors)
         direct = self._routine.direct(bucket, views.places, self._targets)
-        direct.copies.run(views.memories, held(self._targets, direct.targets))
+        keys = views.key, key_of(self._targets)
+        direct.copies.run(views.memories, held(self._targets, direct.targets), keys)
         for number, steps in groupby(direct.others, lambda step: step.tensor):  # one tensor's casts at a time
             flats: dict[torch.dtype, torch.Tensor] = {}
             for step in steps:

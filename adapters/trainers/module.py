@@ -41,7 +41,7 @@ class ModuleProducer(ShardedProducer):
         if self._unconfirmed:
             self._unconfirmed = False
             if not self._is_known(self._watch.look(self._alive())):
-                self._numbers = {}
+                self._forget()
                 return False
         return True
 
@@ -57,14 +57,18 @@ class ModuleProducer(ShardedProducer):
         return self._named(glance.tensors) if self._is_known(glance) else None
 
     def _look_closely(self) -> dict[str, torch.Tensor]:
-        self._numbers = {}  # of what was seen before; this may raise
+        self._forget()  # what was seen before; this may raise
         found, module = super()._look_closely(), self._alive()
         glance, held = self._watch.look(module), self._held(module)
         numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
         known = all(id(held[name].tensor) in numbers for name in found) and not any_bits(glance.tensors)
-        self._numbers = {name: numbers[id(held[name].tensor)] for name in found} if known else {}
-        self._glanced = glance.key
+        if known:
+            self._numbers = {name: numbers[id(held[name].tensor)] for name in found}
+            self._key, self._glanced = object(), glance.key
         return found
+
+    def _forget(self) -> None:
+        self._numbers, self._key = {}, None
 
     def _is_known(self, glance: Glance) -> bool:
         return glance.key == self._glanced and not any_bits(glance.tensors)

@@ -47,6 +47,7 @@ class ShardedProducer:
         self._left_out: dict[str, str | None] = {}
         self._pieces: dict[tuple[str, Region], Piece] = {}
         self._tensors: dict[str, torch.Tensor] | None = None
+        self._key: object | None = None  # of `references`
         self._plan: Plan | None = None
         self._group: Group | None = None
         self._exchanges: tuple[Exchange, ...] = ()
@@ -136,7 +137,7 @@ class ShardedProducer:
         if found is None:
             return None
         parents, places = found
-        return Views(list(map(tensors.__getitem__, parents)), places)
+        return Views(list(map(tensors.__getitem__, parents)), places, key=self._key)
 
     def exposes(self, name: str) -> bool:
         """See `wsync.protocols.pull.ExportingProducer`."""

@@ -110,6 +110,7 @@ class InprocSender:
         )
         self._channel = _Channel(ticket, Ring(slot_bytes, num_slots, receivers), slot_bytes)
         self._receivers, self._device = receivers, device
+        self._known: dict[int, tuple[object, Collection[torch.device]]] = {}
         self._close = weakref.finalize(self, self._channel.end, self._slots)
         _channels[ticket.address] = self._channel
 
@@ -195,10 +196,20 @@ class InprocSender:
             raise PeerError(f"receiver(s) {gone} closed")
 
     def _publish(self, sequence: int, bucket: Bucket, payload: torch.Tensor | Views) -> None:
-        memories = [payload] if isinstance(payload, torch.Tensor) else payload.memories
-        devices = () if all_on_cpu(memories) else cuda_devices(memories)
+        devices = self._devices(bucket, payload) if isinstance(payload, Views) else _cuda_devices([payload])
         self._channel.items[sequence] = _Item(bucket.index, payload, _queued(devices))
         self._channel.changed.notify_all()
+
+    def _devices(self, bucket: Bucket, views: Views) -> Collection[torch.device]:
+        key, devices = self._known.get(bucket.index, (None, ()))
+        if key is None or key is not views.key:
+            devices = _cuda_devices(views.memories)
+            self._known[bucket.index] = views.key, devices
+        return devices
+
+
+def _cuda_devices(memories: Sequence[torch.Tensor]) -> Collection[torch.device]:
+    return () if all_on_cpu(memories) else cuda_devices(memories)
 
 
 def _queued(devices: Collection[torch.device]) -> _Events:
