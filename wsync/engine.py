@@ -146,7 +146,7 @@ class WorkerEngine(ABC):
         self._fence("attach", deadline)
         message = {"plan": plan, "ticket": ticket, "first_index": first_index, "void": self._void}
         self._attachment = None
-        self._ask("attach", {**message, "timeout_s": deadline.timeout_s}, deadline)
+        self._ask("attach", message, deadline)
         self._attachment = ticket.address
 
     def probe(self, probes: Sequence[Probe], deadline: Deadline) -> Sequence[str]:
@@ -184,7 +184,7 @@ class WorkerEngine(ABC):
             raise
 
     def join(self, deadline: Deadline) -> Sequence[Loaded]:
-        """Wait until every worker has loaded all of it, and hear what each one says."""
+        """Wait until every worker has loaded all of it, if perhaps its device has not, and hear what each one says."""
         if self._update is None:
             raise EngineStateError(f"{self.name}: join without begin")
         if self.resets_cache_meanwhile:
@@ -193,7 +193,7 @@ class WorkerEngine(ABC):
         return [Loaded(**reply) for reply in replies]
 
     def finish(self, version: int, attempt: str, deadline: Deadline) -> None:
-        """Publish: caches are dropped, then every worker takes `version`.
+        """Publish: caches are dropped, then every worker takes `version` as soon as its device has loaded all of it.
 
         Raises `EngineStateError`, with nothing changed, if `attempt` is over or has not been joined.
         """
@@ -394,7 +394,7 @@ class WorkerEngine(ABC):
     def _ask(
         self, method: str, message: Mapping[str, object], deadline: Deadline | None
     ) -> Sequence[Mapping[str, Any]]:
-        """Call every worker and open the replies. Raises `PeerError` with the first worker's traceback."""
+        """Call every worker, which may wait as long, and open the replies. Raises `PeerError` with its traceback."""
         timeout_s = deadline.remaining(f"{self.name} to answer {method!r}") if deadline is not None else None
-        replies = self.call(method, wire.pack(dict(message)), timeout_s)
+        replies = self.call(method, wire.pack({"timeout_s": timeout_s, **message}), timeout_s)
         return [open_reply(data, self.name, rank, method) for rank, data in enumerate(replies)]

@@ -36,7 +36,7 @@ class Rig:
         self.plan = Plan.pack([], 4096)
 
     def ask(self, method: str, **message: object) -> Message:
-        reply = wire.unpack(self.worker.handle(method, wire.pack(message)))
+        reply = wire.unpack(self.worker.handle(method, wire.pack({"timeout_s": TIMEOUT_S, **message})))
         assert isinstance(reply, dict)
         if "error" in reply:
             assert set(reply["error"]) == {"type", "message", "traceback"}
