@@ -13,8 +13,8 @@ version again, one that had already published serves the new one, the others are
 sockets afresh.
 """
 
+import secrets
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -184,7 +184,7 @@ class Session:
         def mine() -> Mapping[str, object]:
             return {
                 "version": version,
-                "attempt": uuid.uuid4().hex,
+                "attempt": secrets.token_hex(16),
                 "attached": self._attached and all(line.intact for line in self._lines),
                 "newest": max((engine.last_version() for engine in self.engines), default=0),
             }

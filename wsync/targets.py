@@ -15,7 +15,7 @@ class Targets(Mapping[str, torch.Tensor]):
     """
 
     def __init__(
-        self, numbers: Mapping[str, int], tensors: Sequence[torch.Tensor], *, key: object, inference: bool
+        self, numbers: Mapping[str, int], tensors: Sequence[torch.Tensor], *, key: object, inference: bool = False
     ) -> None:
         """`numbers`: name -> index of its tensor in `tensors`."""
         self.key, self.tensors, self.inference = key, tensors, inference
@@ -36,7 +36,7 @@ class Targets(Mapping[str, torch.Tensor]):
         return list(map(self.tensors.__getitem__, map(self._numbers.__getitem__, names)))
 
 
-def held(targets: Mapping[str, torch.Tensor], names: Iterable[str]) -> Sequence[torch.Tensor]:
+def memories_of(targets: Mapping[str, torch.Tensor], names: Iterable[str]) -> Sequence[torch.Tensor]:
     """Tensors as they are held: under `DisableTorchFunctionSubclass` they are as good as those in `targets`."""
     return targets.held(names) if isinstance(targets, Targets) else list(map(targets.__getitem__, names))
 

@@ -1,6 +1,6 @@
 """Producer for a module whose parameters lie whole in every process: plain, DDP, compiled, checkpoint-wrapped."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.glance import Glance, Watch
+from wsync.targets import Targets
 from wsync.traits import any_bits
 
 
@@ -41,11 +42,11 @@ class ModuleProducer(ShardedProducer):
         if self._unconfirmed:
             self._unconfirmed = False
             if not self._is_known(self._watch.look(self._alive())):
-                self._forget()
+                self._numbers = {}
                 return False
         return True
 
-    def _look_quickly(self) -> dict[str, torch.Tensor] | None:
+    def _look_quickly(self) -> Mapping[str, torch.Tensor] | None:
         module = self._alive()
         if not self._numbers:
             return None
@@ -57,21 +58,17 @@ class ModuleProducer(ShardedProducer):
         return self._named(glance.tensors) if self._is_known(glance) else None
 
     def _look_closely(self) -> dict[str, torch.Tensor]:
-        self._forget()  # what was seen before; this may raise
+        self._numbers = {}  # of what was seen before; this may raise
         found, module = super()._look_closely(), self._alive()
         glance, held = self._watch.look(module), self._held(module)
         numbers = {id(tensor): number for number, tensor in enumerate(glance.tensors)}
         known = all(id(held[name].tensor) in numbers for name in found) and not any_bits(glance.tensors)
-        if known:
-            self._numbers = {name: numbers[id(held[name].tensor)] for name in found}
-            self._key, self._glanced = object(), glance.key
+        self._numbers = {name: numbers[id(held[name].tensor)] for name in found} if known else {}
+        self._glanced = glance.key
         return found
-
-    def _forget(self) -> None:
-        self._numbers, self._key = {}, None
 
     def _is_known(self, glance: Glance) -> bool:
         return glance.key == self._glanced and not any_bits(glance.tensors)
 
-    def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(self._numbers, map(tensors.__getitem__, self._numbers.values()), strict=True))
+    def _named(self, tensors: Sequence[torch.Tensor]) -> Targets:
+        return Targets(self._numbers, tensors, key=self._glanced)

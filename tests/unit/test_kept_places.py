@@ -102,33 +102,34 @@ def key(producer: Any, plan: Plan) -> object | None:
 def test_a_producer_says_it_until_anything_moves() -> None:
     module = nn.Linear(8, 8)
     producer, plan = prepared(module, 4096)
-    first = key(producer, plan)
-    assert first is not None
-    assert key(producer, plan) is first
     before, kept = module.weight.data, module.weight
-    module.weight.data = before.clone()
-    second = key(producer, plan)
-    assert second not in (None, first)
-    module.weight.data = before
-    third = key(producer, plan)
-    assert third not in (None, first, second)
-    module.weight = nn.Parameter(torch.randn(8, 8))  # while something keeps the old one
-    assert key(producer, plan) not in (None, first, second, third)
+    keys: list[object] = []
+    for weight in (module.weight, before.clone(), before, nn.Parameter(torch.randn(8, 8))):
+        if isinstance(weight, nn.Parameter):
+            module.weight = weight  # the last one, while something keeps the old one
+        else:
+            module.weight.data = weight
+        assert key(producer, plan) is None, "it had to look closely"
+        keys.append(key(producer, plan))
+        assert key(producer, plan) is keys[-1]
+    assert None not in keys
+    assert len(set(map(id, keys))) == len(keys)
     del kept
 
 
 def test_a_producer_that_never_confirmed_says_the_same_of_what_it_looked_at_again() -> None:
     module = nn.Linear(8, 8)
     producer, plan = prepared(module, 4096)
-    keys = set()
-    for _ in range(3):
+    keys = []
+    for _ in range(4):
         producer.open()
         found = producer.references(plan.buckets[0])
         assert isinstance(found, Views)
-        keys.add(found.key)
-    assert len(keys - {None}) == 1
+        keys.append(found.key)
+    assert keys[0] is None
+    assert keys[1] is keys[2] is keys[3] is not None
     module.weight.data = torch.randn(8, 8)
-    assert key(producer, plan) not in keys
+    assert key(producer, plan) is None
 
 
 def test_a_producer_says_nothing_of_what_it_must_look_at_closely_every_time() -> None:
@@ -144,10 +145,12 @@ def test_tensors_on_another_device_at_the_same_addresses_are_others(monkeypatch:
     producer, plan = prepared(module, 4096)
     places = Places("engine")
     places.settle(module)
-    first, recalled = key(producer, plan), places.recall()
+    assert key(producer, plan) is None
+    assert key(producer, plan) is not None
+    recalled = places.recall()
     assert recalled is not None
     monkeypatch.setattr(glance, "device_numbers", lambda tensors: [7] * len(tensors))
-    assert key(producer, plan) not in (None, first)
+    assert key(producer, plan) is None
     assert places.tensors(module).key is not recalled.key
 
 

@@ -12,7 +12,7 @@ from wsync.pull.exports import Export, Probe, Share
 from wsync.pull.host_reads import Foreign, HostReads, foreign_memories, read
 from wsync.regions import Region, uncovered
 from wsync.replay import Step
-from wsync.targets import held
+from wsync.targets import memories_of
 from wsync.topology import Endpoint
 from wsync.views import Pair, Place
 
@@ -46,7 +46,7 @@ class Sources:
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> int:
         """Read everything into live `targets`; it is there when this returns. Returns how many bytes were read."""
-        tensors = held(targets, self._numbers)
+        tensors = memories_of(targets, self._numbers)
         if self._reads is None:
             pairs = [pair for step in self._steps for pair in self._pairs(step, targets[step.target].dtype)]
             self._reads = HostReads(pairs)
