@@ -14,6 +14,11 @@ from wsync.whole_copies import WholeCopies, split_whole
 if TYPE_CHECKING:
     from wsync.copy_kernel import Launches
 
+Keys = tuple[object | None, object | None]
+"""Of sources and targets: each the same object for as long as all of them lie where they lay, None if nobody knows."""
+
+UNKNOWN: Keys = (None, None)
+
 
 class Copies:
     """Copies that are worked out once and run at every sync.
@@ -33,19 +38,20 @@ class Copies:
         self._device: torch.device | None = None
         self._host: tuple[Sequence[WholeCopies], Sequence[Pair]] | None = None
 
-    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], keys: Keys = UNKNOWN) -> None:
         """Copy on the current stream of the device; on the CPU it is done when this returns.
 
         Args:
             sources, targets: the memories that `Place.memory` counts. They may lie elsewhere at every run.
+            keys: those of the last run spare a look at every address.
         """
         if not self._pairs:
             return
         with torch._C.DisableTorchFunctionSubclass():  # a parameter's own class would be asked at every step
-            self._run(sources, targets)
+            self._run(sources, targets, keys)
 
-    def _run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        if self._launches is not None and self._launches.again(sources, targets):
+    def _run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], keys: Keys) -> None:
+        if self._launches is not None and self._launches.again(sources, targets, keys):
             return
         if all_on_cpu(sources) and all_on_cpu(targets):
             if self._host is None:
@@ -58,7 +64,7 @@ class Copies:
         if device is None or device.type != "cuda":
             copy_views(self._pairs, sources, targets)
         else:
-            self._on_device(device).run(sources, targets)
+            self._on_device(device).run(sources, targets, keys)
 
     def _on_device(self, device: torch.device) -> "Launches":
         if self._launches is None or self._device != device:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from wsync.copies import copy_views
+from wsync.copies import UNKNOWN, Keys, copy_views
 from wsync.tiles import TILE, Kind, tables
 from wsync.traits import addresses
 from wsync.views import Pair
@@ -55,19 +55,23 @@ class Launches:
         self._others: Sequence[Pair] = ()
         self._tables: Mapping[Kind, torch.Tensor] = {}
         self._addresses: list[int] = []
+        self._keys = UNKNOWN
         self._lists: Sequence[torch.Tensor] = ()
         self._alignment = 0
 
-    def again(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> bool:
+    def again(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], keys: Keys) -> bool:
         """`run`, if all tensors lie where they lay the last time. False, and nothing is done, if not."""
-        if addresses([*sources, *targets]) != self._addresses:
-            return False
+        if not _same(keys, self._keys):
+            if addresses([*sources, *targets]) != self._addresses:
+                return False
+            self._keys = keys
         self._launch(sources, targets)
         return True
 
-    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], keys: Keys) -> None:
         """Launch on the current stream. Tensors must be on the device of this object."""
         self._move(addresses([*sources, *targets]), len(sources))
+        self._keys = keys
         self._launch(sources, targets)
 
     def _launch(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
@@ -89,6 +93,10 @@ class Launches:
         both = torch.from_numpy(np.array(found, np.int64)).to(self._device)
         self._lists = both[:num_sources], both[num_sources:]
         self._addresses = found
+
+
+def _same(keys: Keys, last: Keys) -> bool:
+    return all(key is not None and key is known for key, known in zip(keys, last, strict=True))
 
 
 def _launch(kind: Kind, table: torch.Tensor, lists: Sequence[torch.Tensor], most: int | None) -> None:

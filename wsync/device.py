@@ -1,27 +1,11 @@
-"""CUDA devices by what is theirs alone, and waiting for one with a deadline."""
+"""CUDA devices by what is theirs alone."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
 
 import torch
 
-from wsync.deadline import Deadline
 from wsync.errors import TransportError
-
-
-def wait_for_device(device: torch.device, deadline: Deadline, what: str) -> None:
-    """Until the device has done what is queued on its current stream. At once for the CPU.
-
-    Polls without a pause: what is waited for takes milliseconds, and a thread that sleeps is late by a tenth of one.
-    Raises `SyncTimeout`, with `what` in its message.
-    """
-    if device.type != "cuda":
-        return
-    event = cast("Any", torch.cuda.Event)()
-    event.record(torch.cuda.current_stream(device))
-    while not event.query():
-        deadline.remaining(what)
 
 
 def device_of(uuid: str) -> torch.device:

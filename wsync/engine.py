@@ -52,6 +52,7 @@ class WorkerEngine(ABC):
         self._abandoned: str | None = None
         self._taking = 0
         self._patience_s = _PATIENCE_S
+        self.read_seconds = 0.0
         self._paused = False
         self._resume_at_wake = False
         self._update: Background[Sequence[Mapping[str, Any]]] | None = None
@@ -113,7 +114,7 @@ class WorkerEngine(ABC):
 
     def endpoints(self) -> Sequence[Endpoint]:
         """Every worker, in the order of worker ranks."""
-        return [cast("Endpoint", reply["endpoint"]) for reply in self._hello()]
+        return [cast("Endpoint", reply["endpoint"]) for reply in self._ask("hello", {}, self._patience())]
 
     def version(self) -> int:
         """Version that the engine serves; 0 for the launch weights. Raises `EngineStateError` if torn."""
@@ -126,7 +127,7 @@ class WorkerEngine(ABC):
     def last_version(self) -> int:
         """The newest version that a worker may ever have served, also while torn. Versions only grow."""
         if self._version is None:
-            replies = self._hello()
+            replies = self._ask("hello", {}, self._patience())
             versions = sorted({int(reply["version"]) for reply in replies})
             self._version = self._newest = versions[-1]
             if len(versions) > 1 or any(reply["state"] != "serving" for reply in replies):
@@ -146,7 +147,7 @@ class WorkerEngine(ABC):
         self._fence("attach", deadline)
         message = {"plan": plan, "ticket": ticket, "first_index": first_index, "void": self._void}
         self._attachment = None
-        self._ask("attach", {**message, "timeout_s": deadline.timeout_s}, deadline)
+        self._ask("attach", message, deadline)
         self._attachment = ticket.address
 
     def probe(self, probes: Sequence[Probe], deadline: Deadline) -> Sequence[str]:
@@ -184,7 +185,7 @@ class WorkerEngine(ABC):
             raise
 
     def join(self, deadline: Deadline) -> Sequence[Loaded]:
-        """Wait until every worker has loaded all of it, and hear what each one says."""
+        """Wait until every worker has loaded all of it, if perhaps its device has not, and hear what each one says."""
         if self._update is None:
             raise EngineStateError(f"{self.name}: join without begin")
         if self.resets_cache_meanwhile:
@@ -193,7 +194,7 @@ class WorkerEngine(ABC):
         return [Loaded(**reply) for reply in replies]
 
     def finish(self, version: int, attempt: str, deadline: Deadline) -> None:
-        """Publish: caches are dropped, then every worker takes `version`.
+        """Publish: caches are dropped, then every worker takes `version` as soon as its device has loaded all of it.
 
         Raises `EngineStateError`, with nothing changed, if `attempt` is over or has not been joined.
         """
@@ -205,7 +206,8 @@ class WorkerEngine(ABC):
             if not self.resets_cache_meanwhile:
                 self.on_reset_cache(deadline)
             self._newest = version  # whatever comes of it: some worker may take it
-            self._ask("publish", {"version": version, "attempt": attempt}, deadline)
+            replies = self._ask("publish", {"version": version, "attempt": attempt}, deadline)
+            self.read_seconds = max(float(reply["read_seconds"]) for reply in replies)
         except Exception as error:
             self._attempt = self._update = self._attachment = None
             self._tear(f"version {version} could not be published: {first_line(error)}")
@@ -336,11 +338,6 @@ class WorkerEngine(ABC):
         except Exception:
             return  # a worker that is gone has dropped them
 
-    # Shared by the above.
-
-    def _hello(self) -> Sequence[Mapping[str, Any]]:
-        return self._ask("hello", {}, self._patience())
-
     def _patience(self) -> Deadline:
         return Deadline.after(self._patience_s)
 
@@ -394,7 +391,7 @@ class WorkerEngine(ABC):
     def _ask(
         self, method: str, message: Mapping[str, object], deadline: Deadline | None
     ) -> Sequence[Mapping[str, Any]]:
-        """Call every worker and open the replies. Raises `PeerError` with the first worker's traceback."""
+        """Call every worker, which may wait as long, and open the replies. Raises `PeerError` with its traceback."""
         timeout_s = deadline.remaining(f"{self.name} to answer {method!r}") if deadline is not None else None
-        replies = self.call(method, wire.pack(dict(message)), timeout_s)
+        replies = self.call(method, wire.pack({"timeout_s": timeout_s, **message}), timeout_s)
         return [open_reply(data, self.name, rank, method) for rank, data in enumerate(replies)]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from wsync.traits import addresses, traits
+from wsync.traits import addresses, device_numbers, traits
 from wsync.walk import named_modules, named_tensors
 
 _PARAMETERS, _BUFFERS, _MODULES = itemgetter("_parameters"), itemgetter("_buffers"), itemgetter("_modules")
@@ -24,7 +24,7 @@ class Glance:
     """What a module consists of."""
 
     key: Sequence[Hashable]
-    """Equal to that of another glance only if both saw the same modules, names and tensors, at the same addresses."""
+    """Equal to that of another glance only if both saw the same modules, names and tensors, in the same places."""
 
     tensors: Sequence[torch.Tensor]
     """Parameters and buffers, in the same order for equal keys. A tied one comes as often as it is held."""
@@ -59,11 +59,11 @@ class Watch:
                 tensors = self._tree.tensors(module) or []
                 self._tensors = list(map(weakref.ref, tensors))
             with torch._C.DisableTorchFunctionSubclass():  # a parameter's own class would be asked for each of these
-                self._addresses, looks = addresses(tensors), traits(tensors)
+                self._addresses, devices, looks = addresses(tensors), device_numbers(tensors), traits(tensors)
         except (KeyError, RuntimeError, TypeError):
             self._tensors = ()
             return Glance([object()], [tensor for _, tensor, _ in named_tensors(module)])
-        return Glance([self._tree.number, *self._addresses, *chain.from_iterable(looks)], tensors)
+        return Glance([self._tree.number, *self._addresses, *devices, *chain.from_iterable(looks)], tensors)
 
 
 class _Tree:

@@ -27,7 +27,7 @@ from wsync.traits import any_inference
 def writable(targets: Mapping[str, torch.Tensor]) -> AbstractContextManager[None]:
     """Context to write `targets` in place: without autograd, in inference mode if they were made in it."""
     inference = targets.inference if isinstance(targets, Targets) else any_inference(list(targets.values()))
-    return _writable(inference)
+    return torch.no_grad() if inference == torch.is_inference_mode_enabled() else _writable(inference)
 
 
 @contextmanager

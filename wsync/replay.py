@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
@@ -15,12 +15,11 @@ from wsync.loadplan import Copy, Fill, LoadPlan
 from wsync.plan import Bucket, Plan, TensorMeta
 from wsync.regions import Region
 from wsync.strided import cut, lacking_bytes, memory_view
-from wsync.targets import Targets, held
+from wsync.targets import key_of, memories_of
 from wsync.traits import addresses
 from wsync.views import Pair, Place, Views
 
 
-@runtime_checkable
 class Readable(Protocol):
     """A bucket that did not travel."""
 
@@ -94,7 +93,7 @@ class Routine:
 
     def check(self, targets: Mapping[str, torch.Tensor]) -> None:
         """Raise `MismatchError` if a target is gone, has another shape, or its memory was freed. It may have moved."""
-        key = targets.key if isinstance(targets, Targets) else None
+        key = key_of(targets)
         if key is not None and key in self._fitting:
             return
         _check_present({name: targets[name] for name in self.load.layouts if name in targets})
@@ -208,11 +207,11 @@ class Replay:
                 if not count:
                     self._fill(last=False)
                 count += 1
-                if isinstance(tensors, Readable):
-                    self.pulled_nbytes += tensors.read_into(self._targets)
-                else:
+                if isinstance(tensors, Sequence):  # to ask for a protocol takes 50 us, before the copy begins
                     self._copy(bucket, tensors)
                     yield from self._offer(bucket, tensors)
+                else:
+                    self.pulled_nbytes += tensors.read_into(self._targets)
                 del tensors
             self._check_count(count)
         except Exception as error:
@@ -232,7 +231,8 @@ class Replay:
     def _copy(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
         views = Views.of(tensors)
         direct = self._routine.direct(bucket, views.places, self._targets)
-        direct.copies.run(views.memories, held(self._targets, direct.targets))
+        keys = views.key, key_of(self._targets)
+        direct.copies.run(views.memories, memories_of(self._targets, direct.targets), keys)
         for number, steps in groupby(direct.others, lambda step: step.tensor):  # one tensor's casts at a time
             flats: dict[torch.dtype, torch.Tensor] = {}
             for step in steps:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 
 from wsync.config import MIB
 
-_CONTROL_STAGES = ("begin", "attach", "pause", "open", "go/stop", "finish")
+_CONTROL_STAGES = ("begin", "attach", "pause", "open", "go/stop")  # in "finish" devices copy to their end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ version again, one that had already published serves the new one, the others are
 sockets afresh.
 """
 
+import secrets
 import threading
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -31,7 +31,7 @@ from wsync.handshake import Agreement, connect_ranks
 from wsync.lines import Line, open_lines
 from wsync.plan import Bucket
 from wsync.protocols import Engine, Loaded, Producer, Transport
-from wsync.protocols.pull import ExportingProducer
+from wsync.protocols.pull import ExportingProducer, PullingEngine
 from wsync.pull.ranks import Ranks
 from wsync.report import Stopwatch, SyncReport
 
@@ -182,7 +182,7 @@ class Session:
         def mine() -> Mapping[str, object]:
             return {
                 "version": version,
-                "attempt": uuid.uuid4().hex,
+                "attempt": secrets.token_hex(16),
                 "attached": self._attached and all(line.intact for line in self._lines),
                 "newest": max((engine.last_version() for engine in self.engines), default=0),
             }
@@ -252,6 +252,8 @@ class Session:
             for engine in self.engines:
                 engine.resume()
         self._pulled_nbytes = sum(worker.pulled_nbytes for worker in chain.from_iterable(results))
+        if self._ranks is not None and self.engines:
+            watch.stages["worker read"] = max(map(_reading, self.engines))
         for worker in chain.from_iterable(results):
             for name, seconds in worker.seconds.items():
                 watch.stages[f"worker {name}"] = max(seconds, watch.stages.get(f"worker {name}", 0.0))
@@ -378,6 +380,10 @@ class Session:
 
 class _OutdatedError(WsyncError):
     """What was sent is not what the trainer holds now. Raised on every rank alike."""
+
+
+def _reading(engine: Engine) -> float:
+    return cast("PullingEngine", engine).read_seconds
 
 
 def _through_loader(reasons: Mapping[str, str]) -> list[str]:

@@ -90,7 +90,7 @@ class StateMachine:
             self._current(attempt).written = True
 
     def loaded(self, attempt: str) -> None:
-        """Everything has been loaded. Raises as `check`."""
+        """Everything has been loaded, or is queued on a device. Raises as `check`."""
         with self._lock:
             self._current(attempt)
             self._set(replace(self._state, kind="loaded"))

@@ -51,7 +51,12 @@ def all_on_cpu(tensors: Collection[torch.Tensor]) -> bool:
 
 def cuda_devices(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
     """CUDA devices that any of them lie on."""
-    return [torch.device("cuda", index) for index in sorted(set(map(torch.Tensor.get_device, tensors))) if index >= 0]
+    return [torch.device("cuda", index) for index in sorted(set(device_numbers(tensors))) if index >= 0]
+
+
+def device_numbers(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Which device of its kind each of them is on; -1 for host memory."""
+    return list(map(torch.Tensor.get_device, tensors))
 
 
 def any_bits(tensors: Sequence[torch.Tensor]) -> bool:

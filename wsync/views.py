@@ -80,10 +80,14 @@ class Views(Sequence[torch.Tensor]):
     Attributes:
         memories: what the tensors lie in.
         places: one a tensor. The same tuple every time for the same bucket of the same sender.
+        key: the same object for as long as the memories are where they were, on the devices where they were; None if
+            nobody knows.
     """
 
-    def __init__(self, memories: Sequence[torch.Tensor], places: tuple[Place, ...]) -> None:
-        self.memories, self.places = memories, places
+    def __init__(
+        self, memories: Sequence[torch.Tensor], places: tuple[Place, ...], *, key: object | None = None
+    ) -> None:
+        self.memories, self.places, self.key = memories, places, key
 
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> "Views":
@@ -103,7 +107,7 @@ class Views(Sequence[torch.Tensor]):
     def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
     def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
         if isinstance(index, slice):
-            return Views(self.memories, self.places[index])
+            return Views(self.memories, self.places[index], key=self.key)
         place = self.places[index]
         return place.view(self.memories[place.memory])
 

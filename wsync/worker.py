@@ -8,15 +8,16 @@
     probe     probes                               reason
     exports   exports                              seconds
     update    version, attempt, timeout_s, digest, void  digests, seconds, pulled_nbytes
-    publish   version, attempt                     version
-    abort     attempt                              state
+    publish   version, attempt, timeout_s          version, read_seconds
+    abort     attempt, timeout_s                   state
     read      name, start, count                   dtype, shape, nbytes, data
     detach    address (None: any)
 """
 
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,6 +26,7 @@ import torch
 from wsync import registry, wire
 from wsync.deadline import Deadline
 from wsync.device import current_device
+from wsync.device_work import Events, queued, wait_for
 from wsync.digest import digest
 from wsync.errors import EngineStateError, MismatchError, ProtocolError, first_five
 from wsync.loadplan import LoadPlan, Write
@@ -88,6 +90,7 @@ class Worker:
         self._load: LoadPlan | None = None
         self._verdict: tuple[tuple[Write, ...], tuple[str, Sequence[str]]] | None = None
         self._attachment: _Attachment | None = None
+        self._queued: Events = ()  # by the last update
         self._broken = False  # a sync of all weights was begun and not finished
         self._detaching = threading.Lock()
         self._methods: dict[str, Callable[[Message], Message]] = {
@@ -228,12 +231,13 @@ class Worker:
                 attachment.failed = True
                 attachment.receiver.fail(f"{type(error).__name__}: {error}")
             raise
+        deadline = Deadline.after(float(message["timeout_s"]))
         try:
             digests = _Digests(attachment.plan) if message["digest"] else None
-            return self._take(attachment, attempt, Deadline.after(float(message["timeout_s"])), digests)
+            return self._take(attachment, attempt, deadline, digests)
         except BaseException as error:
             attachment.failed = True
-            self._fail(attachment, attempt, f"{type(error).__name__}: {error}")
+            self._fail(attachment, attempt, f"{type(error).__name__}: {error}", deadline.restart())
             raise
 
     def _check_base(self, loader: Loader, void: bool) -> None:
@@ -246,7 +250,10 @@ class Worker:
             )
 
     def _take(self, attachment: _Attachment, attempt: str, deadline: Deadline, digests: "_Digests | None") -> Message:
-        """Load everything that arrives. Raises what goes wrong; the caller ends the attempt."""
+        """Load everything that arrives: when this returns devices may still be at it, and `_queued` says so.
+
+        Raises what goes wrong; the caller ends the attempt.
+        """
         loader, watch = attachment.loader, Stopwatch()
         with watch.stage("load"):
             loader.begin()
@@ -257,18 +264,14 @@ class Worker:
                 replay.run(arrivals, loader.load_weights, lambda: self._writing(loader, attempt))
             pulled_nbytes = replay.pulled_nbytes
             del replay
-            with torch._C.DisableTorchFunctionSubclass():
-                devices = cuda_devices(all_held(targets))
+            devices = _devices(targets)
             del targets
         with watch.stage("finish"):
             loader.finish()
-            for device in devices:
-                torch.cuda.current_stream(device).synchronize()
+            self._queued = queued(devices)
         self._states.loaded(attempt)
         load, wait = watch.stages["load"], watch.stages["wait"]
         seconds = {"wait": wait, "load": load - wait, "finish": watch.stages["finish"]}
-        if attachment.sources is not None:
-            seconds["read"] = attachment.sources.seconds
         found = digests.values if digests is not None else {}
         return {"digests": found, "seconds": seconds, "pulled_nbytes": pulled_nbytes}
 
@@ -301,9 +304,11 @@ class Worker:
                 raise EngineStateError("nobody said where the weights lie that are to be pulled")
             yield attachment.plan.pulled, attachment.sources
 
-    def _fail(self, attachment: _Attachment, attempt: str, reason: str) -> None:
-        """Tell the sender, put the model in order, and say what the worker is now."""
+    def _fail(self, attachment: _Attachment, attempt: str, reason: str, deadline: Deadline) -> None:
+        """Tell the sender, put the model in order, and say what the worker is now. Nothing is read any more then."""
         attachment.receiver.fail(reason)
+        with suppress(Exception):  # of a device that failed too, or does not come to an end
+            wait_for(queued(_devices(attachment.loader.targets())), deadline)
         try:
             attachment.loader.rollback()
         except Exception as error:
@@ -314,14 +319,23 @@ class Worker:
 
     def _publish(self, message: Message) -> Message:
         version = int(message["version"])
+        wait_for(self._queued, Deadline.after(float(message["timeout_s"])))
         self._states.publish(version, str(message["attempt"]))
-        if self._attachment is not None and self._attachment.loader.whole:
+        attachment = self._attachment
+        if attachment is not None and attachment.loader.whole:
             self._broken = False
-        return {"version": version}
+        sources = attachment.sources if attachment is not None else None
+        return {"version": version, "read_seconds": sources.seconds if sources is not None else 0.0}
 
     def _abort(self, message: Message) -> Message:
-        """A running update finds out at its next bucket, and rolls back on its own thread."""
-        return {"state": self._states.abort(str(message["attempt"])).kind}
+        """A running update finds out at its next bucket, and rolls back on its own thread.
+
+        What it had queued is done when this returns: the trainer's memory is not read any more.
+        """
+        state = self._states.abort(str(message["attempt"]))
+        with suppress(RuntimeError):  # a device that failed reads nothing
+            wait_for(self._queued, Deadline.after(float(message["timeout_s"])))
+        return {"state": state.kind}
 
     def _read(self, message: Message) -> Message:
         """Bytes `start .. start + count` of a live parameter or buffer, by the engine's own name."""
@@ -337,6 +351,11 @@ class Worker:
             "nbytes": data.numel(),
             "data": data[start : start + count].cpu().numpy().tobytes(),
         }
+
+
+def _devices(targets: Mapping[str, torch.Tensor]) -> Collection[torch.device]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return cuda_devices(all_held(targets))
 
 
 class _Digests:

@@ -20,7 +20,7 @@ from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
 
 _QUICK = ("hello", "publish", "abort")
-"""Calls of a worker that wait for nothing: another thread would only delay them."""
+"""Calls of a worker that wait for its device at most, until their deadline: another thread would only delay them."""
 
 
 class VLLMEngine(VLLMControl):

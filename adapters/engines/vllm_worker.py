@@ -189,6 +189,7 @@ class VLLMLoader:
             self._reloading = False
             with self._context():
                 vllm_reload.rollback(self._model())
+                self.wait_for_device()
 
     def wait_for_device(self) -> None:
         """Where the targets were stand-ins in host memory, nobody else waits for what was made of them."""

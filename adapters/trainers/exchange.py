@@ -10,6 +10,7 @@ from wsync.deadline import Deadline
 from wsync.gather import BucketGather, Packet, Part, align, aligned
 from wsync.group import Group
 from wsync.regions import Region
+from wsync.targets import memories_of
 from wsync.traits import dtypes
 from wsync.views import Pair, Place
 
@@ -59,7 +60,7 @@ class Loads:
 
     def run(self, tensors: Mapping[str, torch.Tensor], buffer: torch.Tensor) -> None:
         """`tensors`: local parameters by name. `buffer`: uint8."""
-        memories = list(map(tensors.__getitem__, self.parents))
+        memories = memories_of(tensors, self.parents)
         found = dtypes(memories)
         if found != self._dtypes:  # what a producer reads may be more precise than what the module holds
             pairs = [(replace(source, dtype=found[source.memory]), target) for source, target in self._pairs]

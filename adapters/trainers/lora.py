@@ -5,7 +5,6 @@ to the wire dtype. It reads the base weight and never writes it. A and B are sma
 W, so all ranks gather them whole when a sync opens.
 """
 
-from collections import ChainMap
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -113,7 +112,7 @@ class LoRAProducer(ShardedProducer):
                 self._merged[name] = before[name]
             elif name in self._terms:
                 self._merged[name] = merge(tensors[name], self._layouts[name], self._terms[name], self._whole)
-        return ChainMap(self._merged, tensors)
+        return {**tensors, **self._merged}
 
     def _seen(self) -> Tuned:
         assert self._tuned is not None

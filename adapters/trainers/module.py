@@ -1,6 +1,6 @@
 """Producer for a module whose parameters lie whole in every process: plain, DDP, compiled, checkpoint-wrapped."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.glance import Glance, Watch
+from wsync.targets import Targets
 from wsync.traits import any_bits
 
 
@@ -45,7 +46,7 @@ class ModuleProducer(ShardedProducer):
                 return False
         return True
 
-    def _look_quickly(self) -> dict[str, torch.Tensor] | None:
+    def _look_quickly(self) -> Mapping[str, torch.Tensor] | None:
         module = self._alive()
         if not self._numbers:
             return None
@@ -69,5 +70,5 @@ class ModuleProducer(ShardedProducer):
     def _is_known(self, glance: Glance) -> bool:
         return glance.key == self._glanced and not any_bits(glance.tensors)
 
-    def _named(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        return dict(zip(self._numbers, map(tensors.__getitem__, self._numbers.values()), strict=True))
+    def _named(self, tensors: Sequence[torch.Tensor]) -> Targets:
+        return Targets(self._numbers, tensors, key=self._glanced)

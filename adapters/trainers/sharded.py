@@ -23,6 +23,7 @@ from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.pull.exports import Share, Shares
 from wsync.regions import Region
 from wsync.strided import lacking_bytes, memory_view
+from wsync.targets import key_of, memories_of
 from wsync.views import Place, Views
 
 _Spot = tuple[str, Region]
@@ -46,7 +47,7 @@ class ShardedProducer:
         self._parents: dict[str, str] = {}
         self._left_out: dict[str, str | None] = {}
         self._pieces: dict[tuple[str, Region], Piece] = {}
-        self._tensors: dict[str, torch.Tensor] | None = None
+        self._tensors: Mapping[str, torch.Tensor] | None = None
         self._plan: Plan | None = None
         self._group: Group | None = None
         self._exchanges: tuple[Exchange, ...] = ()
@@ -136,7 +137,7 @@ class ShardedProducer:
         if found is None:
             return None
         parents, places = found
-        return Views(list(map(tensors.__getitem__, parents)), places)
+        return Views(memories_of(tensors, parents), places, key=key_of(tensors))
 
     def exposes(self, name: str) -> bool:
         """See `wsync.protocols.pull.ExportingProducer`."""
@@ -145,7 +146,7 @@ class ShardedProducer:
     def shares(self, bucket: Bucket) -> Shares:
         """See `wsync.protocols.pull.ExportingProducer`."""
         parents, parts = self._shared
-        return Shares(memories=list(map(self._opened().__getitem__, parents)), parts=parts)
+        return Shares(memories=memories_of(self._opened(), parents), parts=parts)
 
     @torch.no_grad()
     def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
@@ -201,7 +202,7 @@ class ShardedProducer:
         self._tensors = None
         self._staged = None
 
-    def _look_quickly(self) -> dict[str, torch.Tensor] | None:
+    def _look_quickly(self) -> Mapping[str, torch.Tensor] | None:
         """The parameters, if they are what the last close look found; None: look closely."""
         return None
 
@@ -334,7 +335,7 @@ class ShardedProducer:
                 total += digest_part(torch.cat(parts).resolve_conj(), region, word_bytes=spec.word_bytes)
         return total % 2**64
 
-    def _opened(self) -> dict[str, torch.Tensor]:
+    def _opened(self) -> Mapping[str, torch.Tensor]:
         if self._tensors is None:
             raise ProtocolError(f"the producer of this {self._kind} is not open; call open() first, and close() after")
         return self._tensors

@@ -285,8 +285,8 @@ def test_a_parameter_of_another_layout_where_it_lay_is_not_published_with_the_ol
 
     def sync(version: int) -> None:
         sender.hand_over(plan.buckets[0], [news])
-        attempt = {"version": version, "attempt": str(version)}
-        ask(worker, "update", timeout_s=5.0, digest=False, **attempt)
+        attempt = {"version": version, "attempt": str(version), "timeout_s": 5.0}
+        ask(worker, "update", digest=False, **attempt)
         ask(worker, "publish", **attempt)
 
     sync(1)
@@ -313,3 +313,21 @@ def test_a_reload_is_given_what_arrived_without_another_copy(
     loader.begin()
     loader.load_weights([("weight", arrived)])
     assert vllms_worker.model.given[0] is arrived
+
+
+@pytest.mark.parametrize("end", ["finish", "rollback"])
+def test_a_reload_ends_when_its_device_is_done(
+    vllms_worker: VLLMWorker, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Nobody else waits: its targets are stand-ins in host memory."""
+    done: list[str] = []
+    for name in ("begin", "finish", "rollback"):
+        monkeypatch.setattr(vllm_reload, name, lambda *args, name=name: done.append(name))
+    monkeypatch.setattr(vllm_reload, "repacked", lambda model: ["weight"])
+    monkeypatch.setattr(vllm_reload, "StandIns", lambda model: None)
+    monkeypatch.setattr(VLLMLoader, "wait_for_device", lambda self: done.append("waited"))
+    loader = VLLMLoader(vllms_worker)
+    monkeypatch.setattr(VLLMLoader, "repacked", True)
+    loader.begin()
+    getattr(loader, end)()
+    assert done == ["begin", end, "waited"]

@@ -36,7 +36,7 @@ class Rig:
         self.plan = Plan.pack([], 4096)
 
     def ask(self, method: str, **message: object) -> Message:
-        reply = wire.unpack(self.worker.handle(method, wire.pack(message)))
+        reply = wire.unpack(self.worker.handle(method, wire.pack({"timeout_s": TIMEOUT_S, **message})))
         assert isinstance(reply, dict)
         if "error" in reply:
             assert set(reply["error"]) == {"type", "message", "traceback"}
@@ -80,7 +80,7 @@ class Rig:
         updating = self.update(version, attempt)
         self.send(weights)
         answer = updating.result(TIMEOUT_S)
-        assert self.ask("publish", version=version, attempt=attempt) == {"version": version}
+        assert self.ask("publish", version=version, attempt=attempt)["version"] == version
         return answer
 
     def close_sender(self) -> None:

@@ -78,14 +78,18 @@ class Engine(Protocol):
         ...
 
     def join(self, deadline: Deadline) -> Sequence[Loaded]:
-        """Wait until every worker has loaded all of it, and hear what each one says.
+        """Wait until every worker has loaded all of it, and hear what each one says. Devices may still be at it.
 
         Raises `PeerError` with the worker's traceback, `SyncTimeout`. State after an error: torn.
         """
         ...
 
     def finish(self, version: int, attempt: str, deadline: Deadline) -> None:
-        """Publish: every worker takes `version`, caches are dropped. Raises `EngineStateError` if `attempt` is over."""
+        """Publish: every worker takes `version` once its device is done, caches are dropped.
+
+        The trainer's memory is not read any more when this returns, nor after `abort`. Raises `EngineStateError` if
+        `attempt` is over.
+        """
         ...
 
     def abort(self, attempt: str, reason: str, deadline: Deadline, *, tear: bool = False) -> None:

@@ -80,5 +80,8 @@ class Loader(Protocol):
         ...
 
     def rollback(self) -> None:
-        """After a failed attempt: leave the model fit to take a new full sync. Weights may be a mix; worker is torn."""
+        """After a failed attempt: leave the model fit to take a new full sync. Weights may be a mix; worker is torn.
+
+        Waits as `finish` does.
+        """
         ...

@@ -27,6 +27,9 @@ class ExportingProducer(Producer, Protocol):
 class PullingEngine(Engine, Protocol):
     """An engine whose workers read the memory of trainer ranks."""
 
+    read_seconds: float
+    """What the copies of the version that was published last took, of the slowest worker."""
+
     def probe(self, probes: Sequence[Probe], deadline: Deadline) -> Sequence[str]:
         """For each worker why it cannot read the ranks' memory, "" if it can."""
         ...

@@ -52,15 +52,15 @@ class DeviceReads:
         make = cast("Any", torch.cuda.Event)
         self._begin, self._end = make(enable_timing=True), make(enable_timing=True)
 
-    def run(self, targets: Sequence[torch.Tensor]) -> None:
+    def run(self, targets: Sequence[torch.Tensor], key: object | None = None) -> None:
         """Read, before all that is queued on the current stream afterwards."""
-        stream = torch.cuda.current_stream(self._device)
+        stream, keys = torch.cuda.current_stream(self._device), (self, key)  # sources never move
         self._begin.record(stream)
         if self._any_far:  # first: the device begins no program of a later launch while one of this waits for its turn
             self._side.wait_stream(stream)
             with torch.cuda.stream(self._side):
-                self._far.run(self._sources, targets)
-        self._near.run(self._sources, targets)
+                self._far.run(self._sources, targets, keys)
+        self._near.run(self._sources, targets, keys)
         stream.wait_stream(self._side)
         self._end.record(stream)
 

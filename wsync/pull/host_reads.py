@@ -107,7 +107,7 @@ class HostReads:
                 self._casts += _casts(pair)
         self.nbytes = sum(source.region.numel * source.dtype.itemsize for source, _ in pairs)
 
-    def run(self, targets: Sequence[torch.Tensor]) -> None:
+    def run(self, targets: Sequence[torch.Tensor], key: object | None = None) -> None:
         """Read; it is there when this returns.
 
         Raises `PeerError` if a process is gone, `TransportError` if its memory cannot be read.

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from wsync.deadline import Deadline
-from wsync.device import wait_for_device
+from wsync.device_work import queued, wait_for
 from wsync.group import Group
 from wsync.plan import Bucket
 from wsync.protocols import Engine
@@ -27,7 +27,8 @@ class Ranks:
         What the trainer has queued on a device is done when this returns: workers do not see its streams.
         """
         rank = self._group.rank
-        wait_for_device(self._producer.device, deadline, "the trainer's own work on its weights")
+        device = self._producer.device
+        wait_for(queued([device] if device.type == "cuda" else []), deadline)
         mine: list[Export] = []
 
         def news() -> Export | None:

@@ -16,7 +16,7 @@ from wsync.pull.exports import Export, Probe, Share
 from wsync.pull.host_reads import Foreign, HostMemories
 from wsync.regions import Region, uncovered
 from wsync.replay import Step
-from wsync.targets import held
+from wsync.targets import key_of, memories_of
 from wsync.topology import CPU, Endpoint
 from wsync.views import Pair, Place
 
@@ -35,8 +35,11 @@ class Reads(Protocol):
         """What the last run took, once its targets are there."""
         ...
 
-    def run(self, targets: Sequence[torch.Tensor]) -> None:
-        """Copy. On a device it is queued on the current stream when this returns, else done."""
+    def run(self, targets: Sequence[torch.Tensor], key: object | None) -> None:
+        """Copy. On a device it is queued on the current stream when this returns, else done.
+
+        `key`: the same object for as long as all `targets` lie where they lay; None if nobody knows.
+        """
         ...
 
 
@@ -87,11 +90,11 @@ class Sources:
 
         On a device it is queued on the current stream then, else done.
         """
-        tensors = held(targets, self._numbers)
+        tensors = memories_of(targets, self._numbers)
         if self._reads is None:
             pairs = [pair for step in self._steps for pair in self._pairs(step, targets[step.target].dtype)]
             self._reads = self._memories.reads(pairs)
-        self._reads.run(tensors)
+        self._reads.run(tensors, key_of(targets))
         return self._reads.nbytes
 
     def close(self) -> None:

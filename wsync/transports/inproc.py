@@ -12,11 +12,11 @@ import threading
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 
 from wsync.deadline import Deadline
+from wsync.device_work import Events, order_after, queued
 from wsync.errors import ClosedError, PeerError, ProtocolError, TransportError
 from wsync.plan import Bucket, Plan
 from wsync.protocols import Ticket
@@ -24,9 +24,6 @@ from wsync.topology import CPU, Topology
 from wsync.traits import all_on_cpu, cuda_devices
 from wsync.transports.ring import Ring, check_order, failed, failure_of
 from wsync.views import Views
-
-_Events = Sequence[tuple[torch.device, torch.cuda.Event]]
-"""One a CUDA device: all that one thread had queued on its current stream there."""
 
 _channels: "weakref.WeakValueDictionary[str, _Channel]" = weakref.WeakValueDictionary()
 
@@ -39,7 +36,7 @@ class _Item:
     payload: torch.Tensor | Views
     """The slot that holds it, or its tensors where they lie."""
 
-    written: _Events
+    written: Events
     """What the publishing thread had queued by then, on the devices that the bucket lies on."""
 
 
@@ -50,7 +47,7 @@ class _Channel:
         self.changed = threading.Condition()
         self.ticket, self.ring, self.slot_bytes = ticket, ring, slot_bytes
         self.items: dict[int, _Item] = {}
-        self.read: dict[int, _Events] = {}
+        self.read: dict[int, Events] = {}
         self.connected: set[int] = set()
         self.left: set[int] = set()
         self.failure: tuple[int, str, str] | None = None
@@ -61,7 +58,7 @@ class _Channel:
         while not done():
             self.changed.wait(deadline.remaining(waiting_for()))
 
-    def release(self, receiver: int, read: _Events) -> None:
+    def release(self, receiver: int, read: Events) -> None:
         """Receiver `receiver` has queued all that reads its present item. What all are done with is dropped."""
         with self.changed:
             self.read[receiver] = read
@@ -76,7 +73,7 @@ class _Channel:
     def order(self) -> None:
         """What this thread queues from now on comes after all that was queued to read. Call with `changed` held."""
         for events in self.read.values():
-            _wait_for(events)
+            order_after(events)
 
     def leave(self, receiver: int) -> None:
         """Receiver `receiver` closed."""
@@ -110,6 +107,7 @@ class InprocSender:
         )
         self._channel = _Channel(ticket, Ring(slot_bytes, num_slots, receivers), slot_bytes)
         self._receivers, self._device = receivers, device
+        self._known: dict[int, tuple[object, Collection[torch.device]]] = {}
         self._close = weakref.finalize(self, self._channel.end, self._slots)
         _channels[ticket.address] = self._channel
 
@@ -195,26 +193,20 @@ class InprocSender:
             raise PeerError(f"receiver(s) {gone} closed")
 
     def _publish(self, sequence: int, bucket: Bucket, payload: torch.Tensor | Views) -> None:
-        memories = [payload] if isinstance(payload, torch.Tensor) else payload.memories
-        devices = () if all_on_cpu(memories) else cuda_devices(memories)
-        self._channel.items[sequence] = _Item(bucket.index, payload, _queued(devices))
+        devices = self._devices(bucket, payload) if isinstance(payload, Views) else _cuda_devices([payload])
+        self._channel.items[sequence] = _Item(bucket.index, payload, queued(devices))
         self._channel.changed.notify_all()
 
-
-def _queued(devices: Collection[torch.device]) -> _Events:
-    """An event on the current stream of each of these CUDA devices."""
-    events = []
-    for device in devices:
-        event = cast("Any", torch.cuda.Event)()
-        event.record(torch.cuda.current_stream(device))
-        events.append((device, event))
-    return events
+    def _devices(self, bucket: Bucket, views: Views) -> Collection[torch.device]:
+        key, devices = self._known.get(bucket.index, (None, ()))
+        if key is None or key is not views.key:
+            devices = _cuda_devices(views.memories)
+            self._known[bucket.index] = views.key, devices
+        return devices
 
 
-def _wait_for(events: _Events) -> None:
-    """Let the current streams wait; the calling thread does not."""
-    for device, event in events:
-        torch.cuda.current_stream(device).wait_event(event)
+def _cuda_devices(memories: Sequence[torch.Tensor]) -> Collection[torch.device]:
+    return () if all_on_cpu(memories) else cuda_devices(memories)
 
 
 def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -241,7 +233,7 @@ class InprocReceiver:
             devices.update(device for device, _ in item.written)
             yield bucket, plan.views(bucket, item.payload) if isinstance(item.payload, torch.Tensor) else item.payload
             del item
-            self._channel.release(self._index, _queued(devices))
+            self._channel.release(self._index, queued(devices))
 
     def fail(self, message: str) -> None:
         """See `wsync.Receiver`."""
@@ -270,7 +262,7 @@ class InprocReceiver:
             item = channel.items[sequence]
             in_slot = isinstance(item.payload, torch.Tensor)
             check_order(sequence, item.index, sequence, bucket, channel.slot_bytes if in_slot else bucket.nbytes)
-        _wait_for(item.written)
+        order_after(item.written)
         return item
 
 
