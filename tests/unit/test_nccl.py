@@ -147,6 +147,14 @@ def test_a_receiver_compares_before_anything_is_made(devices: FakeLibrary, monke
         backend.compare(facts)
 
 
+def test_communicators_that_must_block_are_refused(devices: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    with pytest.raises(ConfigError, match="leave it unset"):
+        NcclBackend().facts(torch.device("cuda", 0))
+    with pytest.raises(ConfigError, match="leave it unset"):
+        NcclBackend().compare(("bbbb",))
+
+
 def test_the_sender_s_device_is_no_receiver_s(devices: FakeLibrary) -> None:
     backend = NcclBackend()
     with pytest.raises(ConfigError, match="NCCL takes every device once"):

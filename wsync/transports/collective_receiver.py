@@ -138,16 +138,17 @@ class CollectiveReceiver:
                 self._check_whole()
                 end.changed.wait(deadline.remaining(f"the sender to commit bucket {bucket.index}"))
             self._check_open()
-            slot = end.released % len(end.memory.slots)
-            end.memory.before_read(slot)
-            return end.memory.slots[slot]
+            slots, slot = end.memory.slots, end.released % len(end.memory.slots)
+        end.memory.before_read(slot)  # a device may keep this thread, and the others must hear why
+        return slots[slot]
 
     def _release(self, deadline: Deadline) -> None:
         end = self._end
         with end.changed:
             self._check_open()
-            number = end.released
-            end.memory.after_read(number % len(end.memory.slots))
+            number, slot = end.released, end.released % len(end.memory.slots)
+        end.memory.after_read(slot)
+        with end.changed:
             end.released += 1
         end.link.send(("release", number), deadline)
 

@@ -116,8 +116,9 @@ class CollectiveSender:
             slot, count = end.ring.acquire()
             self._wait(count, end.receivers.links, deadline, lambda: end.begun)
             end.ring.acquired()
-            end.memory.before_write(slot)
-            return end.memory.slots[slot]
+            slots = end.memory.slots
+        end.memory.before_write(slot)  # a device may keep this thread, and the others must hear why
+        return slots[slot]
 
     def commit(self, bucket: Bucket) -> None:
         """See `wsync.Sender`. Raises `PeerError` if a receiver is gone."""
@@ -125,8 +126,9 @@ class CollectiveSender:
         with end.changed:
             end.check(end.receivers.links)
             slot, _ = end.ring.acquire()
+        end.memory.after_write(slot)
+        with end.changed:
             number = end.ring.commit(bucket)
-            end.memory.after_write(slot)
             end.sizes.append(bucket.nbytes)
         frame = ("commit", number, bucket.index, bucket.nbytes)
         lost = end.receivers.tell(frame, Deadline.after(FRAME_TIMEOUT_S))

@@ -37,7 +37,8 @@ class DeviceSlots(SlotMemory):
         stream, moved = torch.cuda.current_stream(self._device), self._moved[slot]
         if moved is not None:
             stream.wait_event(moved)
-        self.slots[slot].record_stream(stream)
+        if slots := self.slots:  # another thread may close it
+            slots[slot].record_stream(stream)
 
     def after_write(self, slot: int) -> None:
         """See `SlotMemory`."""

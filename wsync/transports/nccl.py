@@ -1,7 +1,7 @@
 """Groups of NCCL, for slots on CUDA devices."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from wsync.topology import Topology
 from wsync.transports.collective_group import Fact, Form, Key, Seat, allocate
 from wsync.transports.device_slots import DeviceSlots
 from wsync.transports.nccl_communicator import Communicator
-from wsync.transports.nccl_environment import differences, fingerprint
+from wsync.transports.nccl_environment import differences, fingerprint, forced_to_block
 from wsync.transports.nccl_library import KEY_BYTES, SUCCESS, load
 from wsync.transports.slots import SlotMemory
 
@@ -47,13 +47,13 @@ class NcclBackend:
         """See `Backend`. The device, and a fingerprint as "name=value"."""
         if device.type != "cuda":
             raise UnsupportedError(f"nccl moves tensors between CUDA devices; the trainer's weights are on {device}")
-        return (_uuid(device), *(f"{name}={value}" for name, value in fingerprint(load().version()).items()))
+        return (_uuid(device), *(f"{name}={value}" for name, value in _fingerprint().items()))
 
     def compare(self, facts: Sequence[Fact]) -> None:
         """See `Backend`. Names what differs, with both values."""
         uuid, *pairs = [str(fact) for fact in facts] or [""]
         there = {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
-        if unlike := differences(fingerprint(load().version()), there):
+        if unlike := differences(_fingerprint(), there):
             raise ConfigError(
                 f"{'; '.join(unlike)}. NCCL would wait for ever between processes that differ in this: start both "
                 f"with the same"
@@ -103,8 +103,16 @@ class _Group:
         self._communicator.abort()
 
     def _ended(self, event: Any) -> bool:
+        if event.query():
+            return True
         self._communicator.look()
-        return bool(event.query())
+        return False
+
+
+def _fingerprint() -> Mapping[str, str]:
+    if forced_to_block():
+        raise ConfigError("NCCL_COMM_BLOCKING is 1: a communicator that blocks cannot be given up; leave it unset")
+    return fingerprint(load().version())
 
 
 def _uuid(device: torch.device) -> str:

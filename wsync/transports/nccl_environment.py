@@ -21,6 +21,11 @@ ALIKE = (
 _VERSION = "NCCL's version"
 
 
+def forced_to_block() -> bool:
+    """Whether the environment has every communicator of this process block, so that none could be given up."""
+    return os.environ.get("NCCL_COMM_BLOCKING") == "1"
+
+
 def fingerprint(version: str) -> Mapping[str, str]:
     """Of this process: NCCL's version, and those of `ALIKE` that are set."""
     return {_VERSION: version, **{name: os.environ[name] for name in ALIKE if name in os.environ}}
