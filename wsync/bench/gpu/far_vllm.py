@@ -53,7 +53,6 @@ class FarVLLM:
 
     def __init__(self, folder: Path, transfer: str) -> None:
         self._llm = engines.start_vllm(folder, "bfloat16", extension=_EXTENSION, transfer=transfer)
-        self._arrived = False
         self._served = wsync.serve(self._llm)
 
     def reach(self) -> tuple[str, bytes]:
@@ -91,16 +90,12 @@ class FarVLLM:
         self._llm.collective_rpc("each_join", args=(port,))
 
     def each_receive(self, name: str, dtype: str, shape: Sequence[int]) -> None:
-        """The trainer goes on when the broadcast is queued here; the tensor is loaded when it asks for the next."""
-        self.each_load()
+        """Queue the broadcast of one tensor."""
         self._llm.collective_rpc("each_receive", args=(name, dtype, shape))
-        self._arrived = True
 
     def each_load(self) -> None:
-        """Load what has arrived."""
-        if self._arrived:
-            self._llm.collective_rpc("each_load")
-            self._arrived = False
+        """Load it."""
+        self._llm.collective_rpc("each_load")
 
 
 def main(fd: int, folder: Path, transfer: str) -> None:

@@ -57,12 +57,17 @@ class Each:
 
     def send(self, actor: nn.Module) -> None:
         """All weights of `actor`."""
+        far, loading = self._far, False
         for name, tensor in engine_side(actor):
-            self._far.tell("each_receive", name, _dtype(tensor), list(tensor.shape))
+            far.tell("each_receive", name, _dtype(tensor), list(tensor.shape))
+            far.tell("each_load")
             self._group.broadcast(tensor, src=0)
-            self._far.hear()
-        self._far.ask("each_load")
-        self._far.ask("synchronize")
+            if loading:
+                far.hear()
+            far.hear()  # it has the broadcast in its stream, and loads while this side goes on
+            loading = True
+        far.hear()
+        far.ask("synchronize")
 
 
 def _dtype(tensor: torch.Tensor) -> str:
