@@ -143,7 +143,7 @@ def test_a_closed_sender_gives_the_communicator_s_memory_back(capsys: pytest.Cap
         sender.close()
         patience = BENCH.deadline
         left = taken
-        while left > EXTRA_BYTES and time.monotonic() < patience.expires:  # NCCL frees on a thread of its own
+        while left > EXTRA_BYTES and time.monotonic() < patience.expires:
             torch.cuda.empty_cache()
             left = before - torch.cuda.mem_get_info(HERE)[0]
         with capsys.disabled():

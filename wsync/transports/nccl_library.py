@@ -96,7 +96,10 @@ class Library:
         return int(self._functions.ncclBroadcast(start, start, nbytes, _UINT8, 0, communicator, stream))
 
     def abort(self, communicator: int) -> None:
-        """End what runs and free all of it, on a thread of NCCL's. The communicator must not be named any more."""
+        """Have what runs on the device end, wait for that, and free all of it. Do not name the communicator again.
+
+        Kernels that are still queued begin and end at once, as soon as the work before them lets them.
+        """
         self._functions.ncclCommAbort(communicator)
 
     def words(self, code: int, communicator: int) -> str:

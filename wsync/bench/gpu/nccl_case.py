@@ -132,7 +132,7 @@ def _memory(outcome: Outcome, session: Session, far: Far) -> None:
 
 
 def _settled(far: Far, least: tuple[int, ...]) -> tuple[int, int]:
-    """Free bytes here and there, as soon as they are `least`: NCCL frees on a thread of its own."""
+    """Free bytes here and there, as soon as they are `least`: the engine's side ends by itself."""
     patience = time.monotonic() + _FREED_S
     while True:
         free()
