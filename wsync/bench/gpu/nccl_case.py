@@ -61,6 +61,7 @@ def beside_rivals(name: str, rounds: int) -> Outcome:
         ways: dict[str, Callable[[nn.Module], None]] = {PACKED: Packed(far).send, EACH: Each(far).send}
         for seed, (rival, send) in enumerate(ways.items(), 5):
             models.randomize(actor, seed)
+            torch.cuda.synchronize()  # vLLM packs on streams of its own, which do not wait for the trainer's
             send(actor)
             expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
             outcome.checks[f"tokens of {rival}"] = far.ask("answers") == expected
