@@ -68,7 +68,7 @@ _TRANSPORTS = (
     _Entry(
         name="nccl",
         target="wsync.transports.collective:NcclTransport",
-        serves="not yet: refused with the reason",
+        serves="processes of any hosts, weights on CUDA devices, each process on its own",
     ),
     _Entry(
         name="hccl",

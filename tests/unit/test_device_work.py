@@ -78,7 +78,7 @@ def test_an_update_does_not_wait_for_the_device_and_publish_does(device: Device,
         with pytest.raises(Failed, match=r"SyncTimeout: gave up after 0\.05 s: still waiting for cuda:3"):
             r.ask("publish", version=1, attempt="a", timeout_s=0.05)
         assert r.worker.state.kind == "loaded"
-        assert waits(pool.submit(r.ask, "publish", version=1, attempt="a"), device) == {"version": 1}
+        assert waits(pool.submit(r.ask, "publish", version=1, attempt="a"), device)["version"] == 1
         assert_holds(r.loader, checkpoint(1))
 
 

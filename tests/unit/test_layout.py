@@ -31,9 +31,9 @@ PICKLING_CALLS = {
     "send_object_list",
     "ForkingPickler",
 }
-# The one place of the library that may touch environment variables; so far it needs none. The test kit starts ranks,
+# The one place of the library that may touch environment variables, and reads them. The test kit starts ranks,
 # and a rank is told what it is through its environment.
-READS_ENVIRONMENT: tuple[str, ...] = ()
+READS_ENVIRONMENT: tuple[str, ...] = ("wsync/transports/nccl_environment.py",)
 STARTS_RANKS = "wsync/testing/"
 
 

@@ -28,7 +28,7 @@ from wsync.bench.ceilings import bytes_of
 from wsync.bench.receiver import BareEngine
 from wsync.bench.weights import ENGINE_SEED, random_tensors
 from wsync.errors import PeerError, SyncTimeout
-from wsync.transports.collective_group import Broadcast, gloo_broadcast, host_store, join_store
+from wsync.transports.gloo import Broadcast, gloo_broadcast, host_store, join_store
 
 _LOOPBACK = "127.0.0.1"
 _GROUP = "bench"

@@ -1,6 +1,6 @@
 """Where a transport is checked: senders with poisoned slots, receivers beside them, and what to expect of both."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,9 @@ class Bench:
     apart: bool = False
     """Receivers cannot be in the sender's process."""
 
+    receivers: int = 2
+    """How many a sender can have here, 1 or 2."""
+
     timeout_s: float = 60.0
     """Longest wait, in seconds, for anything that is expected to happen."""
 
@@ -69,6 +72,12 @@ class Bench:
             finally:
                 sender.close()
 
+    @contextmanager
+    def consumers(self, sender: Sender, plan: Plan, indexes: Iterable[int], **order: Any) -> Iterator[list[Actor]]:
+        """`consumer`, for each of `indexes`."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(self.consumer(sender, plan, index=index, **order)) for index in indexes]
+
     def delivery(self, *, seed: int, leave_at: int, leave: str) -> Delivery:
         """The order of a producer that runs beside the test and leaves; see `Delivery`."""
         return Delivery(
@@ -90,8 +99,10 @@ class Bench:
     def deliver(self, tensors: Tensors, bucket_bytes: int = BUCKET_BYTES, receivers: int = 1, **order: Any) -> None:
         """One sync on a sender of its own, every byte checked at every receiver."""
         plan = plan_of(tensors, bucket_bytes)
-        with self.sender(plan, receivers=receivers) as sender, ExitStack() as stack:
-            actors = [stack.enter_context(self.consumer(sender, plan, index=i, **order)) for i in range(receivers)]
+        with (
+            self.sender(plan, receivers=receivers) as sender,
+            self.consumers(sender, plan, range(receivers), **order) as actors,
+        ):
             sender.accept(self.deadline)
             self.send(sender, plan, tensors)
             for actor in actors:

@@ -30,18 +30,17 @@ FLAT_BYTES = 16 << 20
 
 
 def check_layouts(bench: Bench) -> None:
-    """Every dtype and layout, one tensor larger than several buckets, two receivers, three syncs with new values."""
+    """Every dtype and layout, one tensor larger than several buckets, all receivers, three syncs with new values."""
     plan = plan_of(tensor_zoo(0, 5 * BUCKET_BYTES), BUCKET_BYTES)
     with (
-        bench.sender(plan, receivers=2) as sender,
-        bench.consumer(sender, plan, index=0, syncs=3) as first,
-        bench.consumer(sender, plan, index=1, syncs=3) as second,
+        bench.sender(plan, receivers=bench.receivers) as sender,
+        bench.consumers(sender, plan, range(bench.receivers), syncs=3) as actors,
     ):
         sender.accept(bench.deadline)
         for seed in range(3):
             tensors = tensor_zoo(seed, 5 * BUCKET_BYTES)
             bench.send(sender, plan, tensors)
-            for actor in (first, second):
+            for actor in actors:
                 if not seed:
                     actor.hear("connected")
                 check_equal(actor.hear("synced"), tensors)
@@ -56,14 +55,15 @@ def check_back_pressure(bench: Bench) -> None:
     """No slot is given out before the slowest receiver has released it; it is waited for no longer than asked."""
     tensors = tensor_zoo(2, 8 * BUCKET_BYTES)
     plan = plan_of(tensors, BUCKET_BYTES)
+    last = bench.receivers - 1
     with (
-        bench.sender(plan, receivers=2) as sender,
-        bench.consumer(sender, plan, index=0) as fast,
-        bench.consumer(sender, plan, index=1, wait_at=1) as slow,
+        bench.sender(plan, receivers=bench.receivers) as sender,
+        bench.consumers(sender, plan, range(last)) as fast,
+        bench.consumer(sender, plan, index=last, wait_at=1) as slow,
     ):
         sender.accept(bench.deadline)
         sent = 0
-        with expect(SyncTimeout, "[1]"):
+        with expect(SyncTimeout, f"[{last}]"):
             for bucket in plan.buckets:
                 fill_slot(
                     bucket, sender.acquire(Deadline.after(bench.short_s if sent > 2 else bench.timeout_s)), tensors
@@ -78,8 +78,9 @@ def check_back_pressure(bench: Bench) -> None:
             fill_slot(bucket, sender.acquire(bench.deadline), tensors)
             sender.commit(bucket)
         sender.drain(bench.deadline)
-        fast.hear("connected")
-        for actor in (fast, slow):
+        for actor in fast:
+            actor.hear("connected")
+        for actor in (*fast, slow):
             check_equal(actor.hear("synced"), tensors)
 
 
@@ -105,20 +106,25 @@ def check_late_consumer(bench: Bench) -> None:
     """An absent receiver is named at the deadline; it may come later, the rest stays as it was."""
     tensors = tensor_zoo(9, 2 * BUCKET_BYTES)
     plan = plan_of(tensors, BUCKET_BYTES)
-    with bench.sender(plan, receivers=2) as sender, bench.consumer(sender, plan, index=0) as early:
+    last = bench.receivers - 1
+    with (
+        bench.sender(plan, receivers=bench.receivers) as sender,
+        bench.consumers(sender, plan, range(last)) as early,
+    ):
         patience = bench.deadline
         absent = ""
-        while "[1]" not in absent:
-            patience.remaining("receiver 0 to connect")
-            with expect(SyncTimeout, "1]") as caught:
+        while f"[{last}]" not in absent:
+            patience.remaining("the other receivers to connect")
+            with expect(SyncTimeout, f"{last}]") as caught:
                 sender.accept(Deadline.after(bench.short_s))
             absent = str(caught.error)
-        early.hear("connected")
-        with bench.consumer(sender, plan, index=1) as late:
+        for actor in early:
+            actor.hear("connected")
+        with bench.consumer(sender, plan, index=last) as late:
             sender.accept(bench.deadline)
             bench.send(sender, plan, tensors)
             late.hear("connected")
-            for actor in (early, late):
+            for actor in (*early, late):
                 check_equal(actor.hear("synced"), tensors)
 
 

@@ -16,9 +16,9 @@ def check_consumer_raises(bench: Bench) -> None:
     plan = plan_of(tensors, BUCKET_BYTES)
     for k in (0, len(plan.buckets) // 2, len(plan.buckets) - 1):
         with (
-            bench.sender(plan, receivers=2) as sender,
+            bench.sender(plan, receivers=bench.receivers) as sender,
             bench.consumer(sender, plan, index=0, raise_at=k),
-            bench.consumer(sender, plan, index=1) as other,
+            bench.consumers(sender, plan, range(1, bench.receivers)) as others,
         ):
             sender.accept(bench.deadline)
             with expect(PeerError, "receiver 0", f"gives up at bucket {k}") as caught:
@@ -28,10 +28,11 @@ def check_consumer_raises(bench: Bench) -> None:
             with expect(PeerError, f"gives up at bucket {k}"):
                 sender.drain(bench.deadline)
             sender.close()
-            other.hear("connected")
-            said, value = other.hear_any()
-            assert said == "synced" or value[0] == "PeerError", f"the other receiver saw {value}"
-    bench.deliver(tensors, receivers=2)
+            for other in others:
+                other.hear("connected")
+                said, value = other.hear_any()
+                assert said == "synced" or value[0] == "PeerError", f"the other receiver saw {value}"
+    bench.deliver(tensors, receivers=bench.receivers)
 
 
 def check_consumer_killed(bench: Bench) -> None:
@@ -40,14 +41,15 @@ def check_consumer_killed(bench: Bench) -> None:
         return
     tensors = tensor_zoo(6, 6 * BUCKET_BYTES)
     plan = plan_of(tensors, BUCKET_BYTES)
+    last = bench.receivers - 1
     for k in (0, len(plan.buckets) // 2, len(plan.buckets) - 1):
         with (
-            bench.sender(plan, receivers=2) as sender,
-            bench.consumer(sender, plan, index=0),
-            bench.consumer(sender, plan, index=1, kill_at=k),
+            bench.sender(plan, receivers=bench.receivers) as sender,
+            bench.consumers(sender, plan, range(last)),
+            bench.consumer(sender, plan, index=last, kill_at=k),
         ):
             sender.accept(bench.deadline)
-            with expect(PeerError, "receiver 1"):
+            with expect(PeerError, f"receiver {last}"):
                 bench.send(sender, plan, tensors)
     bench.deliver(tensors)
 

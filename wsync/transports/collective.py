@@ -1,34 +1,39 @@
-"""Between processes of any hosts: buckets are broadcast in a process group of wsync's own, sender and receivers.
+"""Between processes of any hosts: buckets are broadcast in a group of wsync's own, of one sender and its receivers.
 
-    sender --form(port of the store)-------> every receiver     control: one TCP link each
-           --commit(number, bucket, size)-->
-           <--ready(number)----------------                     the size fits, the slot is free
-           ===broadcast===================>                     data: the group
-           <--release(number)--------------
+    sender --welcome(slots, facts)----------> every receiver     control: one TCP link each
+           --form(key of the group, size)---->
+           --commit(number, bucket, size)---->
+           <--ready(number)------------------                    the size fits, the slot is free
+           ===broadcast======================>                   data: the group
+           <--release(number)----------------
            <--fail(message, traceback)
 
 Nobody enters a broadcast before all have agreed on its size: a receiver whose buffer is too small would be aborted by
-the backend. Each end has its slots, so that a bucket travels while the one before is loaded. Death of either side shows
-on the link at once, whatever the backend does then; the next sender forms a group of its own.
+the backend. Each end has its slots, so that a bucket travels while the one before is loaded. On devices frames say that
+work is queued, and events keep the order. Death of either side shows on the link at once, whatever the backend does
+then; the next sender forms a group of its own.
 """
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from wsync.deadline import Deadline
-from wsync.errors import PeerError, TransportError
+from wsync.errors import PeerError, UnsupportedError
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
-from wsync.transports.collective_group import Broadcast, gloo_broadcast, join_store
+from wsync.transports.collective_group import Backend, Form, Key, Seat
 from wsync.transports.collective_receiver import CollectiveReceiver, ReceivingEnd
 from wsync.transports.collective_sender import CollectiveSender, SendingEnd
 from wsync.transports.dial import address_parts
+from wsync.transports.gloo import GlooBackend
 from wsync.transports.link import address_of
 from wsync.transports.listener import Listener, connect, listen_at, new_ticket
+from wsync.transports.nccl import NcclBackend
 from wsync.transports.ring import Ring
+from wsync.transports.slots import SlotMemory, give_up
 
 
 class CollectiveTransport:
@@ -47,13 +52,12 @@ class CollectiveTransport:
 
     def refuse(self, topology: Topology) -> str | None:
         """See `wsync.Transport`."""
-        if self.name not in _FORM:
-            return _reason_against(self.name, topology)
-        if not dist.is_available() or not dist.is_gloo_available():
-            return "this build of torch has no gloo"
+        backend = _BACKENDS.get(self.name)
+        if backend is None:
+            return _no_backend(self.name)
+        if reason := backend.refuse(topology):
+            return reason
         for worker in topology.receivers:
-            if worker.device != "cpu":
-                return f"a worker is {worker}: its weights are not in host memory"
             near = (worker.host, worker.network) == (topology.sender.host, topology.sender.network)
             if not near and self.host in _LOOPBACK:
                 return (
@@ -65,27 +69,41 @@ class CollectiveTransport:
     def sender(
         self, *, slot_bytes: int, num_slots: int, receivers: int, generation: int, device: torch.device = CPU
     ) -> CollectiveSender:
-        """See `wsync.Transport`."""
-        slots = _allocate(slot_bytes, num_slots)
+        """See `wsync.Transport`. Raises `UnsupportedError` if the weights are on no device of this backend."""
+        backend = self._backend()
+        facts = backend.facts(device)
+        memory = backend.memory(slot_bytes, num_slots, device)
         sock = listen_at(f"[{self.host}]:0")
         ticket = new_ticket(self.name, address_of(sock.getsockname()), generation)
-        end = SendingEnd(slots, Ring(slot_bytes, num_slots, receivers))
-        return CollectiveSender(Listener(sock, ticket, receivers), self.host, _FORM[self.name], end)
+        end = SendingEnd(memory, Ring(slot_bytes, num_slots, receivers))
+        return CollectiveSender(Listener(sock, ticket, receivers), self.host, backend, end, facts)
 
     def receiver(self, ticket: Ticket, index: int, deadline: Deadline) -> CollectiveReceiver:
-        """See `wsync.Transport`. Returns when the sender has admitted it; the group forms meanwhile."""
+        """See `wsync.Transport`. Returns when the sender has admitted it; the group forms meanwhile.
+
+        Slots on a device are on the one that is current. Raises `ConfigError` if this process and the sender's differ
+        in what their backend wants to be alike; the sender hears of it.
+        """
+        backend = self._backend()
         link, welcome = connect(ticket, index, deadline)
         try:
             match welcome.facts:
-                case (int(slot_bytes), int(num_slots)):
-                    end = ReceivingEnd(link, _allocate(slot_bytes, num_slots))
+                case (int(slot_bytes), int(num_slots), *facts):
+                    backend.compare(facts)
+                    memory = backend.memory(slot_bytes, num_slots, None)
                 case _:
                     raise PeerError("the sender did not say how large its slots are")
-            end.form = partial(_join, self.name, ticket.address, index + 1, link.host)
-            return CollectiveReceiver(end)
-        except BaseException:
+            form = partial(_join, backend, memory, ticket.address, index + 1, link.host)
+            return CollectiveReceiver(ReceivingEnd(link, memory, form))
+        except BaseException as error:
+            give_up(link, f"{type(error).__name__}: {error}")
             link.close()
             raise
+
+    def _backend(self) -> Backend:
+        if self.name not in _BACKENDS:
+            raise UnsupportedError(_no_backend(self.name))
+        return _BACKENDS[self.name]
 
 
 class GlooTransport(CollectiveTransport):
@@ -112,31 +130,19 @@ class HcclTransport(CollectiveTransport):
         super().__init__("hccl", host)
 
 
-def _join(backend: str, address: str, rank: int, host: str, port: int, size: int, timeout_s: float) -> Broadcast:
-    store = join_store(address_parts(address)[0], port, timeout_s)
-    return _FORM[backend](store, address, rank, size, host, timeout_s)
+def _join(
+    backend: Backend, memory: SlotMemory, address: str, rank: int, here: str, key: Key, size: int, timeout_s: float
+) -> Form:
+    sender = address_parts(address)[0]
+    seat = Seat(name=address, rank=rank, size=size, here=here, sender=sender, timeout_s=timeout_s)
+    return backend.join(key, seat, memory)
 
 
-_FORM: dict[str, Callable[..., Broadcast]] = {"gloo": gloo_broadcast}
+_BACKENDS: Mapping[str, Backend] = {"gloo": GlooBackend(), "nccl": NcclBackend()}
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-def _reason_against(backend: str, topology: Topology) -> str:
-    """Why a backend that moves tensors between devices cannot serve."""
-    present = dist.is_nccl_available() if backend == "nccl" else dist.is_backend_available(backend)
-    if not present:
-        return f"this build of torch has no {backend}"
-    kind = {"nccl": "cuda", "hccl": "npu"}.get(backend, "")
-    for end in (topology.sender, *topology.receivers):
-        if end.device.partition(":")[0] != kind:
-            return f"{backend} moves tensors between {kind} devices, and this is not one: {end}"
-    return f"slots for {backend} would have to be on {kind} devices, where no producer fills them yet"
-
-
-def _allocate(slot_bytes: int, num_slots: int) -> list[torch.Tensor]:
-    try:
-        return [torch.empty(slot_bytes, dtype=torch.uint8) for _ in range(num_slots)]
-    except RuntimeError as error:
-        raise TransportError(
-            f"cannot allocate {num_slots} slots of {slot_bytes} bytes: {error}; lower bucket_bytes"
-        ) from error
+def _no_backend(name: str) -> str:
+    if not dist.is_backend_available(name):
+        return f"this build of torch has no {name}"
+    return f"broadcasts over {name} are not built yet"

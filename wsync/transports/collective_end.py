@@ -3,27 +3,29 @@
 import threading
 from collections.abc import Callable, Sequence
 
-import torch
-
 from wsync.deadline import FOREVER_S, Deadline
-from wsync.transports.collective_group import Mover
+from wsync.transports.collective_group import LEAVE_S, Mover
 from wsync.transports.link import Link, wait_any
+from wsync.transports.slots import SlotMemory
 
 FRAME_TIMEOUT_S = 10.0
-_LEAVE_S = 2.0
-"""How long, in seconds, a thread that may be stuck in the backend is waited for; and how long the backend's error
-waits for the reason, which comes over the link."""
 
 
 class End:
     """What both ends share. Threads hold this, not the object that its user holds.
 
     `changed` guards every attribute; frames go out without it.
+
+    Attributes:
+        begun: broadcasts after which work may be queued.
+        moved: broadcasts that are through, as far as this end has a part in them.
     """
 
-    def __init__(self, slots: Sequence[torch.Tensor]) -> None:
+    def __init__(self, memory: SlotMemory) -> None:
         self.changed = threading.Condition()
-        self.slots = slots
+        self.memory = memory
+        self.begun = 0
+        self.moved = 0
         self.closed = False
         self.broken = ""
         self.mover: Mover | None = None
@@ -44,10 +46,22 @@ class End:
         """Whether the link has told why the backend fails. Call with `changed` held."""
         return self.closed
 
+    def begin(self, number: int) -> None:
+        """Broadcast `number` has begun."""
+        with self.changed:
+            self.begun = number + 1
+            self.changed.notify_all()
+
+    def arrive(self, number: int) -> None:
+        """Broadcast `number` is through."""
+        with self.changed:
+            self.moved = number + 1
+            self.changed.notify_all()
+
     def fail(self, error: Exception) -> None:
         """The backend gave up. The reason, a peer that died say, is a matter of moments."""
         with self.changed:
-            self.changed.wait_for(self.heard, _LEAVE_S)
+            self.changed.wait_for(self.heard, LEAVE_S)
             self.broken = self.broken or f"the transfer broke: {error}"
             self.changed.notify_all()
 
@@ -59,9 +73,9 @@ class End:
         for link in links:
             link.shutdown()
         if self.listener is not None:
-            self.listener.join(_LEAVE_S)
+            self.listener.join(LEAVE_S)
         if self.mover is not None:
-            self.mover.stop(_LEAVE_S)
+            self.mover.stop(LEAVE_S)
         for link in links:
             link.close()
-        self.slots = ()
+        self.memory.close()

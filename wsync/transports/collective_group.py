@@ -1,102 +1,190 @@
-"""A process group of wsync's own for one sender and its receivers, and the thread that waits in it.
+"""What a backend brings to a collective transport, and the thread that moves buckets through its groups."""
 
-Nothing is registered with torch.distributed: the default group, if there is one, is never touched. A wait inside gloo
-cannot be interrupted when a peer dies in the middle of a message; it ends at the group's timeout. So nobody waits for
-the thread that does, if the control channel says that the peer is gone.
-"""
-
+import math
 import queue
-import socket
 import threading
-from collections.abc import Callable
-from datetime import timedelta
-from typing import Any
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from wsync.transports.listener import listen_at
+from wsync.errors import TransportError
+from wsync.topology import Topology
+from wsync.transports.slots import SlotMemory
 
-Broadcast = Callable[[torch.Tensor], None]
-"""From rank 0 to all others; returns when this rank's part is done."""
+LEAVE_S = 2.0
+"""How long, in seconds, a thread that may be stuck in the backend is waited for; how long the backend's error waits for
+the reason, which comes over the link; and how long a broadcast may go on after a peer of it has left."""
 
+_LOOK_S = 1e-4
 
-def host_store(host: str, timeout_s: float) -> tuple[Store, int]:
-    """A key-value store at a free port of `host`, bound to that address only, and the port."""
-    sock: socket.socket = listen_at(f"[{host}]:0")
-    port = int(sock.getsockname()[1])
-    patience = timedelta(seconds=timeout_s)
-    # The store owns the descriptor from here on. Left to itself it would listen on every address of this host.
-    return TCPStore(host, port, None, True, patience, False, master_listen_fd=sock.detach()), port
+Key = int | bytes
+"""What the sender tells its receivers, so that they find the group."""
 
-
-def join_store(host: str, port: int, timeout_s: float) -> Store:
-    """The store that `host_store` made in another process."""
-    return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), False)
+Fact = int | str
 
 
-def gloo_broadcast(store: Store, name: str, rank: int, size: int, host: str, timeout_s: float) -> Broadcast:
-    """Form a group of `size` ranks and return its broadcast. Blocks until all of them are here.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """The place of one rank in a group that is to be formed."""
 
-    Args:
-        store: reached by all of them.
-        name: of this group, never used before in `store`.
-        rank: this process; 0 sends.
-        size: number of ranks.
-        host: address of this host at which the others reach it.
-        timeout_s: longest time, in seconds, for forming the group and for each broadcast.
-    """
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=timeout_s)
-    group = gloo(PrefixStore(name, store), rank, size, options)
-    how = dist.BroadcastOptions()
-    how.rootRank = 0
+    name: str
+    """Of the group, never used before."""
 
-    def broadcast(tensor: torch.Tensor) -> None:
-        group.broadcast([tensor], how).wait()
+    rank: int
+    """0 sends."""
 
-    return broadcast
+    size: int
+    """How many ranks there are."""
+
+    here: str
+    """Address of this host at which the others reach it."""
+
+    sender: str
+    """Address of the sender's host."""
+
+    timeout_s: float
+    """Longest time, in seconds, for what the backend itself gives up in time."""
+
+
+class Group(Protocol):
+    """One rank of a group that was formed. Used, and closed, by the thread that formed it."""
+
+    def start(self, slot: int, tensor: torch.Tensor) -> Callable[[], bool]:
+        """Broadcast `tensor`, which lies in `slot`, from rank 0 to all others.
+
+        When it returns, users of the slot may queue work on it: `SlotMemory` puts that after the broadcast. What it
+        gives says whether this rank's part is done, without waiting, and raises if it never will be.
+        """
+        ...
+
+    def close(self) -> None:
+        """Leave, whatever runs: that is ended."""
+        ...
+
+
+Form = Callable[[Callable[[], None]], Group]
+"""Waits until all ranks are here. While it waits it calls what it is given, which raises if nobody wants the group."""
+
+
+class Backend(Protocol):
+    """A library that broadcasts."""
+
+    def refuse(self, topology: Topology) -> str | None:
+        """As `wsync.Transport`, apart from who reaches whom."""
+        ...
+
+    def facts(self, device: torch.device) -> Sequence[Fact]:
+        """What the sender, with its weights on `device`, tells of its side."""
+        ...
+
+    def compare(self, facts: Sequence[Fact]) -> None:
+        """At a receiver: raises `ConfigError` if a group with a sender that tells `facts` would not work."""
+        ...
+
+    def memory(self, slot_bytes: int, num_slots: int, device: torch.device | None) -> SlotMemory:
+        """Slots of this rank; None: on the device that is current. Raises `TransportError` if there is no memory."""
+        ...
+
+    def invite(self, seat: Seat, memory: SlotMemory) -> tuple[Key, Form]:
+        """At the sender."""
+        ...
+
+    def join(self, key: Key, seat: Seat, memory: SlotMemory) -> Form:
+        """At a receiver. Raises `ProtocolError` if `key` is none of this backend's."""
+        ...
+
+
+def allocate(slot_bytes: int, num_slots: int, device: torch.device) -> Sequence[torch.Tensor]:
+    """Slots out of torch's allocator. Raises `TransportError` if there is no memory."""
+    try:
+        return [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(num_slots)]
+    except RuntimeError as error:
+        raise TransportError(
+            f"cannot allocate {num_slots} slots of {slot_bytes} bytes on {device}: {error}; lower bucket_bytes or "
+            f"num_slots"
+        ) from error
 
 
 class Mover:
-    """Runs broadcasts in order on a thread of its own, which forms the group first."""
+    """Starts broadcasts in order on a thread of its own, which forms the group first, and sees which of them are done.
+
+    No broadcast waits for the one before to be done, so that a device is never without one.
+    """
 
     def __init__(
-        self, form: Callable[[], Broadcast], moved: Callable[[int], None], failed: Callable[[Exception], None]
+        self,
+        form: Form,
+        begun: Callable[[int], None],
+        moved: Callable[[int], None],
+        failed: Callable[[Exception], None],
     ) -> None:
-        """Start. `moved` is told the number of each broadcast that is done, `failed` why no more will be."""
-        self._queue: queue.SimpleQueue[tuple[int, torch.Tensor] | None] = queue.SimpleQueue()
+        """Start. `begun` and `moved` are told numbers of broadcasts, `failed` why there will be no more of them."""
+        self._until = math.inf
+        self._queue: queue.SimpleQueue[tuple[int, int, torch.Tensor] | None] = queue.SimpleQueue()
+        # The thread has them, and not this object: they lead to whoever holds it.
         self._thread = threading.Thread(
-            target=_move, args=(self._queue, form, moved, failed), name="wsync broadcasts", daemon=True
+            target=self._run, args=(form, begun, moved, failed), name="wsync broadcasts", daemon=True
         )
         self._thread.start()
 
-    def put(self, number: int, tensor: torch.Tensor) -> None:
-        """Broadcast `tensor` (contiguous uint8, not used by anybody until `moved(number)`)."""
-        self._queue.put((number, tensor))
+    def put(self, number: int, slot: int, tensor: torch.Tensor) -> None:
+        """Broadcast `tensor` (contiguous uint8 in `slot`, which nobody uses until `begun(number)`)."""
+        self._queue.put((number, slot, tensor))
+
+    def hurry(self) -> None:
+        """A peer is gone: what does not end by itself within `LEAVE_S` is given up."""
+        self._until = min(self._until, time.monotonic() + LEAVE_S)
 
     def stop(self, timeout_s: float) -> None:
-        """End after what is queued. Waits no longer than `timeout_s` seconds for a broadcast that does not end."""
+        """End, and give up what runs. Waits no longer than `timeout_s` seconds for a backend that cannot be ended."""
+        self._until = -math.inf
         self._queue.put(None)
         self._thread.join(timeout_s)
 
+    def _run(
+        self,
+        form: Form,
+        begun: Callable[[int], None],
+        moved: Callable[[int], None],
+        failed: Callable[[Exception], None],
+    ) -> None:
+        try:
+            group = form(self._check)
+            del form
+            try:
+                self._serve(group, begun, moved)
+            finally:
+                group.close()
+        except Exception as error:
+            failed(error)
 
-def _move(
-    waiting: "queue.SimpleQueue[tuple[int, torch.Tensor] | None]",
-    form: Callable[[], Broadcast],
-    moved: Callable[[int], None],
-    failed: Callable[[Exception], None],
-) -> None:
-    try:
-        broadcast = form()
-        while (item := waiting.get()) is not None:
-            number, tensor = item
-            if tensor.numel():
-                broadcast(tensor)
+    def _serve(self, group: Group, begun: Callable[[int], None], moved: Callable[[int], None]) -> None:
+        running = deque[tuple[int, Callable[[], bool]]]()
+        while True:
+            while running and running[0][1]():
+                moved(running.popleft()[0])
+            if running:
+                self._check()
+            try:
+                item = self._queue.get(timeout=_LOOK_S if running else None)
+            except queue.Empty:
+                continue
+            if item is None:
+                return
+            number, slot, tensor = item
+            done = group.start(slot, tensor) if tensor.numel() else _at_once
             del item, tensor
-            moved(number)
-    except Exception as error:
-        failed(error)
+            begun(number)
+            running.append((number, done))
+
+    def _check(self) -> None:
+        if time.monotonic() > self._until:
+            raise TransportError("it was given up, as a process of its group is gone")
+
+
+def _at_once() -> bool:
+    return True

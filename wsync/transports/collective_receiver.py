@@ -1,8 +1,6 @@
 """A receiver of a collective: slots of its own, filled as soon as the sizes of both sides agree."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -10,16 +8,16 @@ from wsync.deadline import Deadline
 from wsync.errors import ClosedError, PeerError, ProtocolError, TransportError, WsyncError
 from wsync.plan import Bucket, Plan
 from wsync.transports.collective_end import FRAME_TIMEOUT_S, End
-from wsync.transports.collective_group import Broadcast, Mover
+from wsync.transports.collective_group import Form, Key, Mover
 from wsync.transports.link import Link
-from wsync.transports.ring import check_order, failure_of
-
-_FAIL_TIMEOUT_S = 1.0
+from wsync.transports.ring import check_order
+from wsync.transports.slots import SlotMemory, give_up
 
 
 class ReceivingEnd(End):
-    def __init__(self, link: Link, slots: Sequence[torch.Tensor]) -> None:
-        super().__init__(slots)
+    def __init__(self, link: Link, memory: SlotMemory, form: Callable[[Key, int, float], Form]) -> None:
+        """`form` gets the key, the size and the patience, in seconds, of the group that the sender names."""
+        super().__init__(memory)
         self.link = link
         self.gone = ""
         self.refused: ProtocolError | None = None
@@ -27,12 +25,15 @@ class ReceivingEnd(End):
         self.plan: Plan | None = None
         self.commits: list[tuple[object, ...]] = []
         self.agreed = 0
-        self.moved = 0
         self.released = 0
-        self.form: Callable[[int, int, float], Broadcast] | None = None
+        self.form = form
 
     def heard(self) -> bool:
         return self.closed or bool(self.gone)
+
+    def running(self) -> bool:
+        """Whether the next bucket is on its way. Call with `changed` held."""
+        return self.begun > self.released and not self.broken
 
     def links(self) -> list[Link]:
         """The link, while it says something."""
@@ -46,6 +47,8 @@ class ReceivingEnd(End):
                     self._take(frame)
             except (PeerError, ProtocolError) as error:
                 self.gone = str(error)
+                if self.mover is not None:
+                    self.mover.hurry()
             self.changed.notify_all()
         self.agree()
 
@@ -57,40 +60,36 @@ class ReceivingEnd(End):
             except WsyncError:
                 return  # the link tells why
 
-    def arrived(self, number: int) -> None:
-        """Broadcast `number` is through."""
-        with self.changed:
-            self.moved = number + 1
-            self.changed.notify_all()
-
     def _next(self) -> int | None:
         """The number of a bucket whose broadcast was begun just now."""
         with self.changed:
             plan, number = self.plan, self.agreed
-            if plan is None or not self.commits or self.refused or self.closed or self.mover is None:
+            if plan is None or not self.commits or self.refused or self.heard() or self.mover is None:
                 return None
             if number - self.base >= len(plan.buckets):
                 return None  # of the next sync
+            slots = self.memory.slots
             sequence, index, nbytes = self.commits.pop(0)
             bucket = plan.buckets[number - self.base]
             try:
-                check_order(sequence, index, number, bucket, self.slots[0].numel())
-                if nbytes != bucket.nbytes or number - self.released >= len(self.slots):
+                check_order(sequence, index, number, bucket, slots[0].numel())
+                if nbytes != bucket.nbytes or number - self.released >= len(slots):
                     raise ProtocolError(f"bucket {index} of {nbytes!r} bytes was committed; {bucket.nbytes} fit")
             except ProtocolError as error:
                 self.refused = error
                 self.changed.notify_all()
                 return None
             self.agreed += 1
-            self.mover.put(number, self.slots[number % len(self.slots)][: bucket.nbytes])
+            slot = number % len(slots)
+            self.mover.put(number, slot, slots[slot][: bucket.nbytes])
             return number
 
     def _take(self, frame: tuple[object, ...]) -> None:
         match frame:
-            case ("commit", *commit) if len(commit) == 3 and len(self.commits) < len(self.slots):
+            case ("commit", *commit) if len(commit) == 3 and len(self.commits) < len(self.memory.slots):
                 self.commits.append(tuple(commit))
-            case ("form", int(port), int(size), float(timeout_s)) if self.mover is None and self.form is not None:
-                self.mover = Mover(partial(self.form, port, size, timeout_s), self.arrived, self.fail)
+            case ("form", int() | bytes() as key, int(size), float(timeout_s)) if self.mover is None:
+                self.mover = Mover(self.form(key, size, timeout_s), self.begin, self.arrive, self.fail)
             case _:
                 raise ProtocolError(f"the sender sent an unexpected frame {str(frame[0])[:20]!r}")
 
@@ -111,11 +110,11 @@ class CollectiveReceiver:
         for bucket in plan.buckets:
             yield bucket, plan.views(bucket, self._receive(bucket, deadline.restart()))
             self._release(deadline.restart())
+        self._settle(deadline.restart())
 
     def fail(self, message: str) -> None:
         """See `wsync.Receiver`."""
-        with suppress(WsyncError):
-            self._end.link.send(("fail", *failure_of(message)), Deadline.after(_FAIL_TIMEOUT_S))
+        give_up(self._end.link, message)
 
     def close(self) -> None:
         """See `wsync.Receiver`."""
@@ -129,25 +128,46 @@ class CollectiveReceiver:
         """The slot that holds `bucket`."""
         end = self._end
         with end.changed:
-            while end.moved <= end.released:
-                if end.closed:
-                    raise ClosedError("this receiver was closed")
+            # Of a sender that is gone only what is through is sure to be its bytes.
+            while (end.moved if end.gone else end.begun) <= end.released:
+                self._check_open()
                 if end.refused is not None and end.released == end.agreed:
                     raise end.refused  # what came before it has been read
-                if end.gone:
+                if end.gone and not end.running():
                     raise PeerError(end.gone)
-                if end.broken:
-                    raise TransportError(end.broken)
+                self._check_whole()
                 end.changed.wait(deadline.remaining(f"the sender to commit bucket {bucket.index}"))
-            if end.closed:
-                raise ClosedError("this receiver was closed")
-            return end.slots[end.released % len(end.slots)]
+            self._check_open()
+            slots, slot = end.memory.slots, end.released % len(end.memory.slots)
+        end.memory.before_read(slot)  # a device may keep this thread, and the others must hear why
+        return slots[slot]
 
     def _release(self, deadline: Deadline) -> None:
         end = self._end
         with end.changed:
-            if end.closed:
-                raise ClosedError("this receiver was closed")
-            number = end.released
+            self._check_open()
+            number, slot = end.released, end.released % len(end.memory.slots)
+        end.memory.after_read(slot)
+        with end.changed:
             end.released += 1
         end.link.send(("release", number), deadline)
+
+    def _settle(self, deadline: Deadline) -> None:
+        """Work was queued behind broadcasts that had begun. Wait until they are through: else it was not their bytes.
+
+        The sender may have left by now, which is no failure.
+        """
+        end = self._end
+        with end.changed:
+            while end.moved < end.released:
+                self._check_open()
+                self._check_whole()
+                end.changed.wait(deadline.remaining("the last broadcasts to end"))
+
+    def _check_open(self) -> None:
+        if self._end.closed:
+            raise ClosedError("this receiver was closed")
+
+    def _check_whole(self) -> None:
+        if self._end.broken:
+            raise PeerError(self._end.gone) if self._end.gone else TransportError(self._end.broken)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -11,22 +10,22 @@ from wsync.errors import ClosedError, PeerError, TransportError, UnsupportedErro
 from wsync.plan import Bucket
 from wsync.protocols import Ticket
 from wsync.transports.collective_end import FRAME_TIMEOUT_S, End
-from wsync.transports.collective_group import Broadcast, Mover, host_store
+from wsync.transports.collective_group import Backend, Fact, Mover, Seat
 from wsync.transports.link import Link, wait_any
 from wsync.transports.listener import Listener, Welcome
 from wsync.transports.receivers import Receivers, unknown
 from wsync.transports.ring import Ring
+from wsync.transports.slots import SlotMemory
 
 
 class SendingEnd(End):
-    def __init__(self, slots: Sequence[torch.Tensor], ring: Ring) -> None:
-        super().__init__(slots)
+    def __init__(self, memory: SlotMemory, ring: Ring) -> None:
+        super().__init__(memory)
         self.ring = ring
         self.receivers = Receivers()
         self.ready = [0] * len(ring.released)
         self.sizes: list[int] = []
         self.launched = 0
-        self.moved = 0
 
     def heard(self) -> bool:
         return self.closed or self.receivers.lost
@@ -40,26 +39,26 @@ class SendingEnd(End):
         with self.changed:
             self.receivers.hear(self._take, lambda: self.closed)
             self.launch()
+            self.hasten()
             self.changed.notify_all()
+
+    def hasten(self) -> None:
+        """A broadcast of which a receiver is gone may never end by itself. Call with `changed` held."""
+        if self.mover is not None and self.receivers.lost:
+            self.mover.hurry()
 
     def launch(self) -> None:
         """Start the broadcasts that everybody is ready for. Call with `changed` held."""
         while not self.heard() and self.launched < min(len(self.sizes), *self.ready) and self.mover is not None:
-            slot = self.slots[self.launched % len(self.slots)]
-            self.mover.put(self.launched, slot[: self.sizes[self.launched]])
+            slot = self.launched % len(self.memory.slots)
+            self.mover.put(self.launched, slot, self.memory.slots[slot][: self.sizes[self.launched]])
             self.launched += 1
-
-    def arrived(self, number: int) -> None:
-        """Broadcast `number` is through."""
-        with self.changed:
-            self.moved = number + 1
-            self.changed.notify_all()
 
     def check(self, alive: Collection[int]) -> None:
         """Raises what keeps the sender from going on with the receivers `alive`."""
         if self.closed:
             raise ClosedError("this sender was closed")
-        self.receivers.check(alive)
+        self.receivers.check(self.receivers.links if self.broken else alive)
         if self.broken:
             raise TransportError(self.broken)
 
@@ -78,14 +77,16 @@ class CollectiveSender:
 
     by_reference = False
 
-    def __init__(self, listener: Listener, host: str, form: Callable[..., Broadcast], end: SendingEnd) -> None:
-        self._listener, self._host, self._form, self._end = listener, host, form, end
-        self._welcome = Welcome(facts=(end.slots[0].numel(), len(end.slots)))
+    def __init__(self, listener: Listener, host: str, backend: Backend, end: SendingEnd, facts: Sequence[Fact]) -> None:
+        """Takes over the listener and the slots. `facts`: what receivers compare with their own side."""
+        self._listener, self._host, self._backend, self._end = listener, host, backend, end
+        slots = end.memory.slots
+        self._welcome = Welcome(facts=(slots[0].numel(), len(slots), *facts))
 
     @property
     def held_bytes(self) -> int:
         """See `wsync.Sender`."""
-        return sum(slot.nbytes for slot in self._end.slots)
+        return sum(slot.nbytes for slot in self._end.memory.slots)
 
     def ticket(self) -> Ticket:
         """See `wsync.Sender`."""
@@ -113,15 +114,20 @@ class CollectiveSender:
         end = self._end
         with end.changed:
             slot, count = end.ring.acquire()
-            self._wait(count, end.receivers.links, deadline)
+            self._wait(count, end.receivers.links, deadline, lambda: end.begun)
             end.ring.acquired()
-            return end.slots[slot]
+            slots = end.memory.slots
+        end.memory.before_write(slot)  # a device may keep this thread, and the others must hear why
+        return slots[slot]
 
     def commit(self, bucket: Bucket) -> None:
         """See `wsync.Sender`. Raises `PeerError` if a receiver is gone."""
         end = self._end
         with end.changed:
             end.check(end.receivers.links)
+            slot, _ = end.ring.acquire()
+        end.memory.after_write(slot)
+        with end.changed:
             number = end.ring.commit(bucket)
             end.sizes.append(bucket.nbytes)
         frame = ("commit", number, bucket.index, bucket.nbytes)
@@ -130,6 +136,7 @@ class CollectiveSender:
             end.hear()
         with end.changed:
             end.receivers.lose(lost)
+            end.hasten()
             end.check(end.receivers.links)
 
     def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
@@ -138,8 +145,9 @@ class CollectiveSender:
 
     def drain(self, deadline: Deadline) -> None:
         """See `wsync.Sender`."""
-        with self._end.changed:
-            self._wait(self._end.ring.published, (), deadline)
+        end = self._end
+        with end.changed:
+            self._wait(end.ring.published, (), deadline, lambda: end.moved)
 
     def close(self) -> None:
         """See `wsync.Sender`."""
@@ -158,21 +166,23 @@ class CollectiveSender:
     def _meet(self, timeout_s: float) -> None:
         """Tell the receivers where to meet, and form the group behind the caller's back."""
         end = self._end
-        store, port = host_store(self._host, timeout_s)
         links = list(end.receivers.links.values())
+        size, host = len(links) + 1, self._host
+        seat = Seat(name=self.ticket().address, rank=0, size=size, here=host, sender=host, timeout_s=timeout_s)
+        key, form = self._backend.invite(seat, end.memory)
         for link in links:
             with suppress(PeerError):  # heard at the next wait
-                link.send(("form", port, len(links) + 1, float(timeout_s)), Deadline.after(FRAME_TIMEOUT_S))
-        form = partial(self._form, store, self.ticket().address, 0, len(links) + 1, self._host, timeout_s)
+                link.send(("form", key, size, float(timeout_s)), Deadline.after(FRAME_TIMEOUT_S))
         with end.changed:
-            end.mover = Mover(form, end.arrived, end.fail)
+            end.mover = Mover(form, end.begin, end.arrive, end.fail)
 
-    def _wait(self, count: int, alive: Collection[int], deadline: Deadline) -> None:
-        """Until everybody has released `count` buckets. Call with `changed` held."""
+    def _wait(self, count: int, alive: Collection[int], deadline: Deadline, done: Callable[[], int]) -> None:
+        """Until everybody has released `count` buckets, and `done()` of this end too. Call with `changed` held."""
         end = self._end
         while True:
             behind = end.ring.behind(count)
             end.check([*alive, *behind])
-            if not behind and end.moved >= count:
+            if not behind and done() >= count:
                 return
-            end.changed.wait(deadline.remaining(f"receiver(s) {behind} to release a slot"))
+            waiting_for = f"receiver(s) {behind} to release a slot" if behind else "the last broadcasts to end"
+            end.changed.wait(deadline.remaining(waiting_for))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.bench.gpu import engines, loops, lora, memory_case, models, pulls, sharded_pull
+from wsync.bench.gpu import engines, loops, lora, memory_case, models, nccl_case, pulls, sharded_pull
 from wsync.bench.gpu.checks import check_tokens, free, held, load_directly, outcome_of
 from wsync.bench.gpu.moonshot import beside_moonshot
 from wsync.bench.gpu.outcome import COPY, Limit, Outcome, cast, copies, in_turn
@@ -234,6 +234,18 @@ CASES: Mapping[str, Case] = {
         run=lambda name: sharded_pull.measure(name, ROUNDS),
         needs=("vllm",),
         separate=True,
+        gpus=2,
+    ),
+    "vllm-nccl": Case(
+        about="a trainer on one GPU to vLLM on another over NCCL, dense 7B, beside bare broadcasts",
+        run=lambda name: nccl_case.beside_raw(name, ROUNDS),
+        needs=("vllm",),
+        gpus=2,
+    ),
+    "vllm-nccl-rivals": Case(
+        about="the same beside vLLM's own transfer over NCCL and a push of single tensors",
+        run=lambda name: nccl_case.beside_rivals(name, ROUNDS),
+        needs=("vllm",),
         gpus=2,
     ),
     "vllm-moonshot": Case(

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from wsync.bench.gpu.far import Far
+
 NEW_TOKENS = 12
 _CACHE_BYTES = 1 << 30
 
@@ -26,6 +28,7 @@ def start_vllm(
     adapters_of_rank: int = 0,
     cache_bytes: int = _CACHE_BYTES,
     extension: str = "wsync.bench.gpu.loops.LoopExtension",
+    transfer: str = "",
 ) -> Any:
     """`vllm.LLM`. Whether its core is in this process is up to `VLLM_ENABLE_V1_MULTIPROCESSING`.
 
@@ -36,6 +39,7 @@ def start_vllm(
         adapters_of_rank: highest rank of LoRA adapters that it takes; 0: none.
         cache_bytes: of the KV cache.
         extension: of its workers; one of wsync's is a base of it.
+        transfer: vLLM's own backend for new weights; "": none.
     """
     from vllm import LLM
 
@@ -56,6 +60,7 @@ def start_vllm(
         worker_extension_cls=extension,
         **lora,
         **several,
+        **({"weight_transfer_config": {"backend": transfer}} if transfer else {}),
     )
 
 
@@ -81,6 +86,8 @@ def start_sglang(folder: Path, dtype: str, *, sleep: bool = False) -> Any:
 
 def answers_of(engine: Any, request: Any = None) -> list[list[int]]:
     """Greedy tokens. `request`: vLLM's `LoRARequest` of the adapter to answer with."""
+    if isinstance(engine, Far):
+        return [list(tokens) for tokens in engine.ask("answers")]
     if type(engine).__module__.partition(".")[0] == "sglang":
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         return [list(out["output_ids"]) for out in engine.generate(input_ids=prompts(), sampling_params=sampling)]
