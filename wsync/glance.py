@@ -2,10 +2,10 @@
 
 import itertools
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
-from operator import is_, itemgetter
+from operator import is_, is_not, itemgetter
 from typing import Any
 
 import torch
@@ -27,13 +27,16 @@ class Glance:
     """Equal to that of another glance only if both saw the same modules, names and tensors, in the same places."""
 
     tensors: Sequence[torch.Tensor]
-    """Parameters and buffers, in the same order for equal keys. A tied one comes as often as it is held."""
+    """Parameters and buffers, or what has their memory, in the same order for equal keys. A tied one comes as often as
+    it is held."""
 
 
 class Watch:
     """Glances at one module, time after time. Holds neither module nor tensors between them."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """`memory`: gives for a parameter the tensor whose memory it has. None: it is that itself."""
+        self._memory = memory
         self._tree = _Tree([])
         self._tensors: Sequence[weakref.ref[torch.Tensor]] = ()
         self._addresses: Sequence[int] = ()
@@ -57,6 +60,9 @@ class Watch:
             if tensors is None:
                 self._tree = _Tree([here for _, here in named_modules(module)])
                 tensors = self._tree.tensors(module) or []
+            if self._memory is not None:
+                tensors = list(map(self._memory, tensors))
+            if len(tensors) != len(self._tensors) or any(map(is_not, tensors, (ref() for ref in self._tensors))):
                 self._tensors = list(map(weakref.ref, tensors))
             with torch._C.DisableTorchFunctionSubclass():  # a parameter's own class would be asked for each of these
                 self._addresses, devices, looks = addresses(tensors), device_numbers(tensors), traits(tensors)

@@ -9,12 +9,12 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from wsync.adapters.trainers.sharded import ShardedProducer
+from wsync.adapters.trainers.watching import WatchingProducer
 from wsync.errors import UnsupportedError
 from wsync.regions import Region
 
 
-class FSDPProducer(ShardedProducer):
+class FSDPProducer(WatchingProducer):
     """Exports local shards: 1-D and 2-D meshes, HSDP, uneven shards, any shard dim, FSDP2 over tensor parallelism.
 
     Parameters that are no DTensor count as replicated.
@@ -30,6 +30,10 @@ class FSDPProducer(ShardedProducer):
 
     def _settle(self, module: nn.Module) -> None:
         reshard(module)
+
+    @staticmethod
+    def _memory(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Hashable]:
         if not isinstance(tensor, DTensor):

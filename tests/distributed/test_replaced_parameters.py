@@ -5,6 +5,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import wsync
 from wsync.testing.ranks import Rank, run_ranks
@@ -51,3 +54,35 @@ def replace_on_one_rank(me: Rank) -> list[int]:
 
 def test_all_ranks_do_the_sync_again_if_one_of_them_trusted_wrongly() -> None:
     assert run_ranks(replace_on_one_rank, 2, timeout_s=120) == [[1, 2, 3]] * 2
+
+
+def replace_shards(me: Rank) -> list[int]:
+    """A parameter is replaced, and then the memory behind another one, while the old ones live on."""
+    actor, engine = Net(1), Net(2) if me.rank == 0 else None
+    fully_shard(actor, mesh=init_device_mesh("cpu", (me.world_size,)))
+    versions = [wsync.sync(actor, engine).version for _ in range(2)]
+    head, body = actor.head.weight, actor.body.weight
+    assert isinstance(head, DTensor)
+    assert isinstance(body, DTensor)
+    local = torch.randn_like(head.to_local())
+    kept: list[Any] = [head, body._local_tensor]
+    actor.head.weight = nn.Parameter(DTensor.from_local(local, head.device_mesh, head.placements))
+    versions.append(wsync.sync(actor, engine).version)
+    check_full(actor, engine)
+    with torch.no_grad():
+        body._local_tensor = torch.randn_like(body._local_tensor)
+    versions.append(wsync.sync(actor, engine).version)
+    check_full(actor, engine)
+    del kept
+    return versions
+
+
+def check_full(actor: nn.Module, engine: nn.Module | None) -> None:
+    full = [parameter.full_tensor() for parameter in actor.parameters() if isinstance(parameter, DTensor)]
+    assert len(full) == 4
+    if engine is not None:
+        assert all(torch.equal(one, other) for one, other in zip(full, engine.parameters(), strict=True))
+
+
+def test_shards_that_were_replaced_are_synced() -> None:
+    assert run_ranks(replace_shards, 2, timeout_s=120) == [[1, 2, 3, 4]] * 2
