@@ -1,5 +1,6 @@
 """A receiver of a collective: slots of its own, filled as soon as the sizes of both sides agree."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -27,6 +28,7 @@ class ReceivingEnd(End):
         self.agreed = 0
         self.released = 0
         self.form = form
+        self.agreeing = threading.Lock()
 
     def heard(self) -> bool:
         return self.closed or bool(self.gone)
@@ -54,11 +56,12 @@ class ReceivingEnd(End):
 
     def agree(self) -> None:
         """Say ready for what was committed, as far as it is what the plan has, and enter the broadcast."""
-        while (number := self._next()) is not None:
-            try:
-                self.link.send(("ready", number), Deadline.after(FRAME_TIMEOUT_S))
-            except WsyncError:
-                return  # the link tells why
+        with self.agreeing:  # whoever listens and whoever reads come here, and what they say must be in order
+            while (number := self._next()) is not None:
+                try:
+                    self.link.send(("ready", number), Deadline.after(FRAME_TIMEOUT_S))
+                except WsyncError:
+                    return  # the link tells why
 
     def _next(self) -> int | None:
         """The number of a bucket whose broadcast was begun just now."""
