@@ -32,8 +32,8 @@ class SyncConfig:
 
     path: PathMode = "auto"
     """"pull": workers read what they need where trainer ranks have it, straight from shard to parameter; what cannot be
-    read so travels in buckets in the same sync. For processes of one host whose weights are in host memory. "buckets":
-    everything travels. "auto": in buckets, but for whole tensors on one device, which are read in place."""
+    read so travels in buckets in the same sync. For processes of one host. "buckets": everything travels. "auto": on
+    GPUs whole tensors are read in place and shards pulled where that can be, else everything travels."""
 
     timeout_s: float = 120.0
     """Longest wait, in seconds, for any single peer, rank or engine call before an error is raised."""
