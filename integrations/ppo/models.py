@@ -1,0 +1,49 @@
+"""The models of a run, by transformers: from a checkpoint, or the toy."""
+
+from typing import Any
+
+import torch
+
+from integrations.ppo import toy
+from integrations.ppo.arguments import Arguments
+
+
+def tokenizer(args: Arguments) -> Any:
+    """Of the checkpoint, or bytes."""
+    from transformers import AutoTokenizer, ByT5Tokenizer
+
+    return AutoTokenizer.from_pretrained(args.pretrain) if args.pretrain else ByT5Tokenizer(extra_ids=0)
+
+
+def policy(args: Arguments) -> Any:
+    """Actor, reference and the engine's first weights: all ranks and all calls get the same. fp32."""
+    from transformers import AutoModelForCausalLM
+
+    if args.pretrain:
+        return AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
+    with torch.random.fork_rng():
+        torch.manual_seed(args.seed)
+        return AutoModelForCausalLM.from_config(_toy(args))
+
+
+def critic(args: Arguments) -> Any:
+    """A value for each token; fp32. What a checkpoint does not have is random, the same on all ranks.
+
+    Without transformers' dropout before the head: values in training must be comparable with recorded ones.
+    """
+    from transformers import AutoModelForTokenClassification
+
+    path = args.critic_pretrain or args.pretrain
+    with torch.random.fork_rng():
+        torch.manual_seed(args.seed + 1)
+        if path:
+            return AutoModelForTokenClassification.from_pretrained(
+                path, num_labels=1, classifier_dropout=0.0, dtype=torch.float32
+            )
+        config = _toy(args)
+        config.num_labels, config.classifier_dropout = 1, 0.0
+        return AutoModelForTokenClassification.from_config(config)
+
+
+def _toy(args: Arguments) -> Any:
+    return toy.config(args.prompt_max_len + args.generate_max_len)

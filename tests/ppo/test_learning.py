@@ -1,0 +1,47 @@
+"""It learns, and it does not if the engine is never synced. Steps are bounded, not seconds."""
+
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from tests.ppo.jobs import SMALL, run
+
+STEPS = 40
+MOST_GAP = 1e-5
+"""Between log-probabilities of engine and actor right after a sync, in float32."""
+
+CASES = {
+    "fsdp2-hf": "--fsdp --engine_type hf",
+}
+
+
+def rewards(found: list[dict[str, Any]]) -> tuple[float, float]:
+    """(mean of the first three steps, of the last three)."""
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    each = [line["reward"] for line in found]
+    return mean(each[:3]), mean(each[-3:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [pytest.param(options, id=name) for name, options in CASES.items()])
+def test_it_learns(tmp_path: Path, options: str) -> None:
+    found = run(tmp_path, f"{options} {SMALL} --steps {STEPS}")
+    first, last = rewards(found)
+    assert first < 0.2
+    assert last > 0.8
+    assert max(line["engine_gap"] for line in found) < MOST_GAP
+    assert found[-1]["kl"] > 0
+    assert 0 < max(line["sync_share"] for line in found) < 1
+
+
+@pytest.mark.slow
+def test_it_does_not_without_syncs(tmp_path: Path) -> None:
+    """And the gap is seen, which shows that it is measured."""
+    options = f"--fsdp --engine_type hf --trainer no-sync {SMALL} --steps {STEPS}"
+    found = run(tmp_path, options, module="tests.ppo.no_sync")
+    first, last = rewards(found)
+    assert first < 0.2
+    assert last < 0.2
+    assert found[-1]["engine_gap"] > 0.5
