@@ -11,7 +11,7 @@ from integrations.ppo.arguments import Arguments
 from integrations.ppo.engines.base import SamplingParams
 from integrations.ppo.experience import Experience, Rollout, padded
 from integrations.ppo.kl import KLController, estimate_kl
-from integrations.ppo.log_probs import token_log_probs, token_values
+from integrations.ppo.log_probs import evaluating, token_log_probs, token_values
 from integrations.ppo.prompts import Prompt
 from integrations.ppo.rewards import RewardComputationEngine
 from integrations.ppo.strategy.base import Strategy
@@ -115,13 +115,16 @@ class ExperienceMaker:
         ]
 
     def _log_probs(self, role: str, sequences: torch.Tensor, mask: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        model, device = self._strategy.roles[role].model.eval(), self._strategy.device
-        said, _ = token_log_probs(model, sequences.to(device), mask.to(device), self._args.temperature)
+        model, device = self._strategy.roles[role].model, self._strategy.device
+        with evaluating(model):
+            said, _ = token_log_probs(model, sequences.to(device), mask.to(device), self._args.temperature)
         return torch.where(actions, said.cpu(), 0)
 
     def _values(self, sequences: torch.Tensor, mask: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
-        model, device = self._strategy.roles["critic"].model.eval(), self._strategy.device
-        return torch.where(actions, token_values(model, sequences.to(device), mask.to(device)).cpu(), 0)
+        model, device = self._strategy.roles["critic"].model, self._strategy.device
+        with evaluating(model):
+            values = token_values(model, sequences.to(device), mask.to(device))
+        return torch.where(actions, values.cpu(), 0)
 
     def _penalty(self, one: Scored) -> torch.Tensor:
         """KL of each token, not weighed."""

@@ -1,9 +1,21 @@
 """Log-probabilities of tokens, by a causal model as transformers has them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Have a module in evaluation mode for a block, then in the mode that it was in."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
 
 
 def token_log_probs(

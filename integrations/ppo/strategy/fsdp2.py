@@ -29,7 +29,7 @@ class FSDPV2Strategy(Strategy):
 
     def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
         """See `Strategy`."""
-        sharded = self.prepare_model(model, is_training=True)
+        sharded = self.prepare_model(model.train(), is_training=True)
         optimizer = adamw(self.args, sharded, learning_rate)
         role = Role(name=name, model=sharded, optimizer=optimizer, scheduler=scheduler(self.args, optimizer))
         self.roles[name] = role

@@ -42,7 +42,7 @@ def _actor(
     def mean(values: torch.Tensor) -> torch.Tensor:
         return aggregate(values, one.action_mask, args.loss_agg_mode, share)
 
-    log_probs, logits = token_log_probs(role.model.train(), one.sequences, one.attention_mask, args.temperature)
+    log_probs, logits = token_log_probs(role.model, one.sequences, one.attention_mask, args.temperature)
     surrogate, clipped = policy_loss(log_probs, one.log_probs, one.advantages, args.eps_clip)
     policy = loss = mean(surrogate)
     if args.use_kl_loss:
@@ -55,7 +55,7 @@ def _actor(
 
 def _critic(args: Arguments, strategy: Strategy, one: Experience, share: torch.Tensor) -> float:
     role = strategy.roles["critic"]
-    values = token_values(role.model.train(), one.sequences, one.attention_mask)
+    values = token_values(role.model, one.sequences, one.attention_mask)
     each = value_loss(values, one.values, one.returns, args.value_clip)
     loss = aggregate(each, one.action_mask, args.loss_agg_mode, share)
     strategy.backward(loss, role)

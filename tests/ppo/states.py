@@ -1,0 +1,49 @@
+"""One number for all that a run knows."""
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from integrations.ppo.checkpoint import random_states
+from integrations.ppo.trainer import Trainer
+
+
+def digest(trainer: Trainer) -> dict[str, str]:
+    """*Collective.* Of this rank, part by part: roles with their modes, optimizers, the trainer's and random states."""
+    parts: dict[str, Any] = {"trainer": trainer.state_dict(), "random": random_states()}
+    strategy = trainer.strategy
+    strategy.enter("train")
+    for name, role in strategy.roles.items():
+        with strategy.loaded(role) if role.optimizer is None else nullcontext():
+            parts[name] = _hash(role.model.state_dict())
+        parts[f"{name} modes"] = [module.training for module in role.model.modules()]
+        if role.optimizer is not None:
+            parts[f"{name} optimizer"] = role.optimizer.state_dict()
+            parts[f"{name} scheduler"] = role.scheduler.state_dict()
+    return {name: _hash(part) for name, part in parts.items()}
+
+
+def _hash(value: Any) -> str:
+    found = hashlib.sha256()
+    _feed(found, value)
+    return found.hexdigest()
+
+
+def _feed(found: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        local = value.to_local() if isinstance(value, DTensor) else value
+        found.update(f"{local.dtype}{tuple(local.shape)}".encode())
+        found.update(local.detach().clone().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            found.update(str(key).encode())
+            _feed(found, value[key])
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _feed(found, one)
+    else:
+        found.update(repr(value).encode())

@@ -1,0 +1,62 @@
+"""Who is on the device when: one iteration, hook by hook."""
+
+from typing import Any
+
+import pytest
+
+from integrations.ppo.arguments import Arguments
+from integrations.ppo.strategy.phases import phases
+from tests.ppo.rank_steps import trained, watched
+from wsync.testing.ranks import run_ranks
+
+ENGINE = ["engine kv_cache", "engine weights"]
+MODELS = ["actor", "critic"]
+OPTIMIZERS = ["actor optimizer", "critic optimizer"]
+
+
+def test_phases_by_options() -> None:
+    def of(**options: Any) -> dict[str, set[str]]:
+        found = phases(Arguments(**options), MODELS, OPTIMIZERS, engine=True)
+        return {name: set(residents) for name, residents in found.items()}
+
+    everything = {*ENGINE, *MODELS, *OPTIMIZERS}
+    assert of() == {
+        "rollout": everything,
+        "sync": everything - {"engine kv_cache"},
+        "score": everything - {*ENGINE},
+        "train": everything - {*ENGINE},
+    }
+    assert of(offload_models=True, adam_offload=True) == {
+        "rollout": {*ENGINE},
+        "sync": {"actor", "engine weights"},
+        "score": {*MODELS},
+        "train": {*MODELS, *OPTIMIZERS},
+    }
+    assert set(map(frozenset, of(disable_engine_sleep=True).values())) == {frozenset(everything)}
+
+
+@pytest.mark.slow
+def test_one_iteration() -> None:
+    options = "--fsdp --engine_type hf --steps 1 --offload_models --adam_offload"
+    for seen in run_ranks(watched, 2, options, timeout_s=200):
+        assert seen == [
+            ("on_init_end", "score", MODELS),
+            ("on_train_begin", "score", MODELS),
+            ("on_step_begin", "score", MODELS),
+            ("on_sample_begin", "score", MODELS),
+            ("on_sample_end", "score", MODELS),
+            ("on_step_end", "rollout", ENGINE),
+            ("on_train_end", "rollout", ENGINE),
+        ]
+
+
+@pytest.mark.slow
+def test_offload_changes_no_bit() -> None:
+    options = "--fsdp --engine_type hf --steps 2"
+    stays, leaves = (
+        run_ranks(trained, 2, f"{options} {more}", timeout_s=200)
+        for more in ("--disable_engine_sleep", "--offload_models --adam_offload")
+    )
+    for one, other in zip(stays, leaves, strict=True):
+        assert one["after"] != one["before"]
+        assert one["after"] == other["after"]
