@@ -6,6 +6,8 @@ from typing import Any, Literal
 from integrations.ppo.errors import ConflictError
 
 POSITIVE = (
+    "engine_tp_size",
+    "engine_mem_util",
     "prompt_max_len",
     "generate_max_len",
     "temperature",
@@ -32,12 +34,30 @@ class Arguments:
     """Each field is an option of that name. Sizes are in samples over all ranks, unless they are "micro": per rank."""
 
     fsdp: bool = option(False, "shard with FSDP2 (fully_shard); without it DeepSpeed does")
+    zero_stage: Literal[1, 2, 3] = option(2, "of DeepSpeed")
     bf16: bool = option(False, "compute in bfloat16; the engine's weights are bfloat16 then")
     pretrain: str = option("", "folder of a transformers checkpoint; without it a byte-level Llama of 107,000 weights")
     critic_pretrain: str = option("", "folder of the critic's checkpoint; default: as --pretrain")
+    lora_rank: int = option(0, "train LoRA adapters of this rank in place of the actor's weights; 0: the weights")
+    lora_alpha: int = option(16, "adapters are scaled by this over their rank")
+    lora_target_modules: list[str] = field(
+        default_factory=lambda: [
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "o_proj",
+            "gate_proj",
+            "up_proj",
+            "down_proj",
+            "lm_head",
+        ],
+        metadata={"help": "the ends of names of linear layers"},
+    )
     seed: int = option(0, "of weights, data order and sampling")
 
-    engine_type: Literal["hf"] = option("hf", "what generates")
+    engine_type: Literal["vllm", "hf"] = option("vllm", "what generates")
+    engine_tp_size: int = option(1, "ranks that share an engine, by tensor parallelism")
+    engine_mem_util: float = option(0.5, "share of a GPU for vLLM's weights and KV cache")
     disable_engine_sleep: bool = option(False, "leave the engine's weights and KV cache on the device all the time")
     offload_models: bool = option(False, "models in training are in host memory while the engine generates")
     adam_offload: bool = option(False, "optimizer states are in host memory except while training")
@@ -109,6 +129,8 @@ class Arguments:
             raise ConflictError("--use_kl_loss and --kl_target need a reference: --init_kl_coef above 0")
         if self.use_kl_loss and self.kl_target:
             raise ConflictError("--kl_target adapts the KL in the reward; it has no effect with --use_kl_loss")
+        if self.engine_type == "hf" and self.engine_tp_size != 1:
+            raise ConflictError("--engine_type hf has no tensor parallelism: --engine_tp_size 1")
         if self.save_every and not self.ckpt_dir:
             raise ConflictError("--save_every needs --ckpt_dir")
         if self.critic_pretrain and not self.has_critic:

@@ -26,6 +26,18 @@ def policy(args: Arguments) -> Any:
         return AutoModelForCausalLM.from_config(_toy(args))
 
 
+def adapted(args: Arguments, model: Any) -> Any:
+    """`model` with what trains of it: LoRA adapters, the same on all ranks, or itself."""
+    if not args.lora_rank:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules)
+    with torch.random.fork_rng():
+        torch.manual_seed(args.seed + 2)
+        return get_peft_model(model, config)
+
+
 def critic(args: Arguments) -> Any:
     """A value for each token; fp32. What a checkpoint does not have is random, the same on all ranks.
 

@@ -36,7 +36,7 @@ def build(args: Arguments, folder: Path) -> Trainer:
     policy = models.policy(args)
     if strategy.is_rank_0:
         policy.save_pretrained(folder)
-    actor = strategy.prepare("actor", policy, args.actor_learning_rate)
+    actor = strategy.prepare("actor", models.adapted(args, policy), args.actor_learning_rate)
     if args.has_critic:
         strategy.prepare("critic", models.critic(args), args.critic_learning_rate)
     if args.has_reference:

@@ -1,12 +1,15 @@
 """What the tests have two ranks do."""
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from integrations.ppo.arguments import Arguments, parse
+from integrations.ppo.engines.base import Completion, SamplingParams
+from integrations.ppo.strategy import get_strategy
 from integrations.ppo.train import build, close, shared_folder
 from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
 from tests.ppo.jobs import SMALL
@@ -31,12 +34,12 @@ def built(me: Rank, options: str, folder: Path) -> Trainer:
 
 
 def trained(me: Rank, options: str) -> Facts:
-    """Run to the end: the state before, the state after, and the last number of each kind."""
+    """Run to the end: the state before and after, and what an evaluation says then."""
     with shared_folder() as folder:
         trainer = built(me, options, folder)
         facts: Facts = {"first step": trainer.step, "before": digest(trainer)}
         trainer.fit()
-        facts |= {"after": digest(trainer), "step": trainer.step}
+        facts |= {"after": digest(trainer), "numbers": trainer.evaluate()}
         close(trainer.strategy)
     return facts
 
@@ -86,3 +89,31 @@ def resumed_with(me: Rank, options: str) -> str:
         except ValueError as error:
             return str(error)
     return "nothing"
+
+
+class Adder:
+    """An engine whose answer is the sum of the prompt and the rank that the seed belongs to."""
+
+    handle = None
+    batch = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], params: SamplingParams
+    ) -> list[Completion]:
+        """See `InferenceEngine`."""
+        self.batch = len(prompts)
+        pairs = zip(prompts, seeds, strict=True)
+        return [Completion(token_ids=[sum(prompt), seed // 100], log_probs=[-1.0, -1.0]) for prompt, seed in pairs]
+
+    def close(self) -> None:
+        """See `InferenceEngine`."""
+
+
+def gathered(me: Rank) -> tuple[list[list[int]], list[list[int]], int]:
+    """(prompts of this rank, its answers, how many prompts its engine got)."""
+    strategy = get_strategy(arguments("--fsdp --engine_tp_size 2 --train_batch_size 64"))
+    strategy.inference_engine = adder = Adder()
+    asked = [[me.rank, 10 * index] for index in range((3, 1, 0, 5)[me.rank])]
+    params = SamplingParams(max_new_tokens=2, temperature=1.0, seed=100 * me.rank, stop_token_id=None)
+    answers = strategy.gather_and_generate(params, asked)
+    return asked, [answer.token_ids for answer in answers], adder.batch

@@ -19,10 +19,11 @@ def digest(trainer: Trainer) -> dict[str, str]:
     strategy.enter("train")
     for name, role in strategy.roles.items():
         with strategy.loaded(role) if role.optimizer is None else nullcontext():
-            parts[name] = _hash(role.model.state_dict())
+            parts[name] = _hash([getattr(one, "ds_tensor", one) for one in role.model.parameters()])
         parts[f"{name} modes"] = [module.training for module in role.model.modules()]
         if role.optimizer is not None:
-            parts[f"{name} optimizer"] = role.optimizer.state_dict()
+            optimizer = getattr(role.optimizer, "optimizer", role.optimizer)  # of a DeepSpeed engine its own
+            parts[f"{name} optimizer"] = optimizer.state_dict()
             parts[f"{name} scheduler"] = role.scheduler.state_dict()
     return {name: _hash(part) for name, part in parts.items()}
 

@@ -12,9 +12,14 @@ STEPS = 40
 MOST_GAP = 1e-5
 """Between log-probabilities of engine and actor right after a sync, in float32."""
 
-CASES = {
-    "fsdp2-hf": "--fsdp --engine_type hf",
-}
+LORA = "--lora_rank 16 --lora_alpha 32 --actor_learning_rate 2e-3"
+
+CASES = [
+    pytest.param("--fsdp --engine_type hf", id="fsdp2-hf"),
+    pytest.param("--fsdp --engine_type vllm", id="fsdp2-vllm", marks=[pytest.mark.vllm, pytest.mark.matrix]),
+    pytest.param("--zero_stage 3 --engine_type hf", id="zero3-hf", marks=pytest.mark.matrix),
+    pytest.param(f"--fsdp --engine_type vllm {LORA}", id="lora-vllm", marks=[pytest.mark.vllm, pytest.mark.matrix]),
+]
 
 
 def rewards(found: list[dict[str, Any]]) -> tuple[float, float]:
@@ -25,7 +30,7 @@ def rewards(found: list[dict[str, Any]]) -> tuple[float, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [pytest.param(options, id=name) for name, options in CASES.items()])
+@pytest.mark.parametrize("options", CASES)
 def test_it_learns(tmp_path: Path, options: str) -> None:
     found = run(tmp_path, f"{options} {SMALL} --steps {STEPS}")
     first, last = rewards(found)

@@ -6,10 +6,15 @@ import torch
 
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.engines.base import InferenceEngine
-from integrations.ppo.engines.hf import HFInferenceEngine
 
 
 def start_engine(args: Arguments, folder: Path, device: torch.device) -> InferenceEngine:
-    """Start the engine of this rank on the checkpoint in `folder`. Every rank calls it."""
+    """*Collective.* Start the engine of this rank, or its part of one, on the checkpoint in `folder`."""
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    return HFInferenceEngine(folder, dtype, device)
+    if args.engine_type == "hf":
+        from integrations.ppo.engines.hf import HFInferenceEngine
+
+        return HFInferenceEngine(folder, dtype, device)
+    from integrations.ppo.engines.vllm import VLLMInferenceEngine
+
+    return VLLMInferenceEngine(args, folder, dtype, device)

@@ -16,8 +16,10 @@ from integrations.ppo.arguments import Arguments
 from integrations.ppo.engines import start_engine
 from integrations.ppo.engines.base import Completion, InferenceEngine, SamplingParams
 from integrations.ppo.errors import ConflictError
+from integrations.ppo.groups import EngineGroup
 from integrations.ppo.strategy.phases import phases
 from integrations.ppo.strategy.roles import Role
+from integrations.ppo.strategy.sharding import shard
 
 T = TypeVar("T")
 Phase = Literal["rollout", "sync", "score", "train"]
@@ -44,15 +46,16 @@ class Strategy(ABC):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self.roles: dict[str, Role] = {}
+        self._engine_group = EngineGroup(args.engine_tp_size)
         self.inference_engine: InferenceEngine | None = None
         self.memory: wsync.MemoryManager | None = None
         self._guests = ExitStack()
 
     # Models.
 
-    @abstractmethod
-    def prepare_model(self, model: Any, is_training: bool = False) -> Any:
-        """*Collective.* Shard `model`, all of which every rank has; returns what is called from then on."""
+    def prepare_model(self, model: Any) -> Any:
+        """*Collective.* Shard `model`, all of which every rank has, by FSDP2."""
+        return shard(model, self.device, bf16=self.args.bf16)
 
     @abstractmethod
     def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
@@ -214,8 +217,10 @@ class Strategy(ABC):
         if self.inference_engine is None:
             raise ConflictError("setup_inference_engine comes before gather_and_generate")
         self.wakeup_inference_engine()
-        seeds = [sampling_params.seed + index for index in range(len(all_prompt_token_ids))]
-        answers = self.inference_engine.generate(all_prompt_token_ids, seeds, sampling_params)
+        asked = [(prompt, sampling_params.seed + index) for index, prompt in enumerate(all_prompt_token_ids)]
+        everybody, mine = self._engine_group.gather(asked)
+        prompts, seeds = [prompt for prompt, _ in everybody], [seed for _, seed in everybody]
+        answers = self.inference_engine.generate(prompts, seeds, sampling_params)[mine]
         if sleep_engine:
             self.maybe_sleep_inference_engine()
         return answers

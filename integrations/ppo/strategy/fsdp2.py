@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from integrations.ppo.strategy.base import Strategy
@@ -19,17 +18,9 @@ from integrations.ppo.strategy.roles import Role
 class FSDPV2Strategy(Strategy):
     """See `Strategy`."""
 
-    def prepare_model(self, model: Any, is_training: bool = False) -> Any:
-        """See `Strategy`. Decoder layers one by one, then the rest."""
-        model.to(self.device)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if self.args.bf16 else MixedPrecisionPolicy()
-        for layer in decoder_layers(model):
-            fully_shard(layer, mp_policy=policy)
-        return fully_shard(model, mp_policy=policy)
-
     def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
         """See `Strategy`."""
-        sharded = self.prepare_model(model.train(), is_training=True)
+        sharded = self.prepare_model(model.train())
         optimizer = adamw(self.args, sharded, learning_rate)
         role = Role(name=name, model=sharded, optimizer=optimizer, scheduler=scheduler(self.args, optimizer))
         self.roles[name] = role
@@ -68,9 +59,3 @@ class FSDPV2Strategy(Strategy):
             model, optimizer = get_state_dict(role.model, role.optimizer)
             found[role.name] = {"model": model, "optimizer": optimizer, "scheduler": role.scheduler.state_dict()}
         return found
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The blocks that transformers names as those that are not to be split."""
-    names = getattr(model, "_no_split_modules", None) or ()
-    return [module for module in model.modules() if type(module).__name__ in names]
