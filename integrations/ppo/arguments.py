@@ -19,6 +19,7 @@ POSITIVE = (
     "max_epochs",
     "steps",
     "max_norm",
+    "remote_reward_timeout_s",
     "kl_horizon",
 )
 TOY_REWARDS = ("integrations.ppo.toy:lowercase_fraction",)
@@ -55,9 +56,9 @@ class Arguments:
     )
     seed: int = option(0, "of weights, data order and sampling")
 
-    engine_type: Literal["vllm", "hf"] = option("vllm", "what generates")
+    engine_type: Literal["vllm", "sglang", "hf"] = option("vllm", "what generates")
     engine_tp_size: int = option(1, "ranks that share an engine, by tensor parallelism")
-    engine_mem_util: float = option(0.5, "share of a GPU for vLLM's weights and KV cache")
+    engine_mem_util: float = option(0.5, "share of a GPU for the engine's weights and KV cache")
     disable_engine_sleep: bool = option(False, "leave the engine's weights and KV cache on the device all the time")
     offload_models: bool = option(False, "models in training are in host memory while the engine generates")
     adam_offload: bool = option(False, "optimizer states are in host memory except while training")
@@ -70,9 +71,12 @@ class Arguments:
     generate_max_len: int = option(16, "most new tokens")
     temperature: float = option(1.0, "of sampling, and of every log-probability")
     reward: list[str] = field(
-        default_factory=lambda: [*TOY_REWARDS], metadata={"help": "module:function, any number of them"}
+        default_factory=lambda: [*TOY_REWARDS],
+        metadata={"help": "any number of: module:function, the folder of a reward model, the URL of a server"},
     )
     reward_fn: str = option("integrations.ppo.rewards:total", "module:function that makes one reward of several")
+    remote_reward_timeout_s: float = option(60.0, "longest wait for a server's answer")
+    remote_reward_retries: int = option(3, "how often a server is asked again")
 
     rollout_batch_size: int = option(128, "prompts an iteration")
     n_samples_per_prompt: int = option(1, "answers to each prompt")

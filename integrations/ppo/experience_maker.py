@@ -13,7 +13,7 @@ from integrations.ppo.experience import Experience, Rollout, padded
 from integrations.ppo.kl import KLController, estimate_kl
 from integrations.ppo.log_probs import evaluating, token_log_probs, token_values
 from integrations.ppo.prompts import Prompt
-from integrations.ppo.rewards import RewardComputationEngine
+from integrations.ppo.rewards.engine import RewardComputationEngine
 from integrations.ppo.strategy.base import Strategy
 
 
@@ -36,7 +36,7 @@ class ExperienceMaker:
         self, args: Arguments, strategy: Strategy, tokenizer: Any, rewards: RewardComputationEngine, kl: KLController
     ) -> None:
         self._args, self._strategy, self._tokenizer = args, strategy, tokenizer
-        self._rewards, self._kl = rewards, kl
+        self.rewards, self._kl = rewards, kl
 
     def generate(self, prompts: Sequence[Prompt], *, seed: int, temperature: float, samples: int) -> list[Rollout]:
         """`samples` answers to each prompt, next to each other. The engine stays awake."""
@@ -68,7 +68,7 @@ class ExperienceMaker:
         advantages with `group_norm`; others have 0.
         """
         scored = self._score(rollouts)
-        scores = self._rewards(rollouts)
+        scores = self.rewards(rollouts)
         sequence_kl = [self._penalty(one).sum(1) for one in scored]
         experience = self._advantages(scored, scores, grouped=grouped)
         return experience, self._numbers(rollouts, scored, scores, torch.cat([*sequence_kl, torch.zeros(0)]))
@@ -81,19 +81,14 @@ class ExperienceMaker:
 
     @torch.no_grad()
     def _score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
-        """Actor, then reference, then critic. A rank with fewer micro-batches than another runs its last one again."""
+        """Actor, then reference, then critic."""
         strategy, size = self._strategy, self._args.micro_rollout_batch_size
         batches = [
             padded([one.prompt_ids for one in part], [one.response_ids for one in part])
             for part in (rollouts[first : first + size] for first in range(0, len(rollouts), size))
         ]
-        rounds = int(strategy.all_reduce(torch.tensor(len(batches)), "max"))
-        filler = (
-            batches[-1]
-            if batches
-            else (torch.zeros(1, 2, dtype=torch.int64), torch.ones(1, 2).bool(), torch.ones(1, 1).bool())
-        )
-        asked = [*batches, *[filler] * (rounds - len(batches))]
+        one_token = torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2).bool(), torch.ones(1, 1).bool()
+        asked = strategy.evened(batches, one_token)
         strategy.enter("score")
         said = [self._log_probs("actor", *batch) for batch in asked]
         reference, values = said, [torch.zeros_like(one) for one in said]

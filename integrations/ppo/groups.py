@@ -43,3 +43,10 @@ class EngineGroup:
         dist.all_gather_object(said, list(items), group=self._group)
         start = sum(map(len, said[: self.place]))
         return [item for some in said for item in some], slice(start, start + len(items))
+
+    def from_first(self, item: T | None) -> T:
+        """*Collective.* What the first rank of the group passed."""
+        said = [item]
+        dist.broadcast_object_list(said, group=self._group, group_src=0)
+        found: Any = said[0]
+        return found  # type: ignore[no-any-return]

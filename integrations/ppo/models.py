@@ -58,4 +58,4 @@ def critic(args: Arguments) -> Any:
 
 
 def _toy(args: Arguments) -> Any:
-    return toy.config(args.prompt_max_len + args.generate_max_len)
+    return toy.config(args.prompt_max_len + args.generate_max_len + toy.SPARE_POSITIONS)

@@ -10,6 +10,9 @@ from integrations.ppo.experience import Rollout
 FIRST_BYTE = 3
 """Token id of byte 0 in transformers' ByT5Tokenizer; before it come padding, end of sequence and unknown."""
 
+SPARE_POSITIONS = 8
+"""SGLang lets no answer reach the last positions of a model."""
+
 LOWERCASE = frozenset(FIRST_BYTE + ord(letter) for letter in string.ascii_lowercase)
 
 

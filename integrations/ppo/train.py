@@ -17,7 +17,7 @@ from integrations.ppo.experience_maker import ExperienceMaker
 from integrations.ppo.kl import kl_controller
 from integrations.ppo.monitor import Monitor
 from integrations.ppo.prompts import TOY_EVAL_PROMPTS, TOY_PROMPTS, PromptDataset, PromptStream, from_jsonl, from_toy
-from integrations.ppo.rewards import RewardComputationEngine, imported
+from integrations.ppo.rewards import rewards
 from integrations.ppo.strategy import get_strategy
 from integrations.ppo.strategy.base import Strategy
 from integrations.ppo.trainer import Trainer, get_trainer_cls
@@ -29,8 +29,6 @@ PATIENCE = timedelta(minutes=10)
 def build(args: Arguments, folder: Path) -> Trainer:
     """*Collective.* A trainer with all its parts. `folder`, which all ranks see, is what the engine starts from."""
     trainer_cls = get_trainer_cls(args.trainer)
-    rules = [imported(path) for path in args.reward]
-    rewards = RewardComputationEngine(rules, imported(args.reward_fn))
     strategy = get_strategy(args)
     tokenizer = models.tokenizer(args)
     policy = models.policy(args)
@@ -41,6 +39,7 @@ def build(args: Arguments, folder: Path) -> Trainer:
         strategy.prepare("critic", models.critic(args), args.critic_learning_rate)
     if args.has_reference:
         strategy.freeze("reference", models.policy(args))
+    judges = rewards(args, strategy)
     dist.barrier()
     strategy.setup_inference_engine(args, actor, folder)
     kl = kl_controller(args.init_kl_coef, args.kl_target, args.kl_horizon)
@@ -49,7 +48,7 @@ def build(args: Arguments, folder: Path) -> Trainer:
     return trainer_cls(
         args,
         strategy,
-        maker=ExperienceMaker(args, strategy, tokenizer, rewards, kl),
+        maker=ExperienceMaker(args, strategy, tokenizer, judges, kl),
         prompts=PromptStream(strategy.setup_dataloader(training, share, shuffle=True)),
         evaluation=evaluation,
         kl=kl,

@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+import wsync
 from integrations.ppo.arguments import Arguments, parse
 from integrations.ppo.engines.base import Completion, SamplingParams
+from integrations.ppo.experience import Rollout
 from integrations.ppo.strategy import get_strategy
 from integrations.ppo.train import build, close, shared_folder
 from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
@@ -117,3 +120,69 @@ def gathered(me: Rank) -> tuple[list[list[int]], list[list[int]], int]:
     params = SamplingParams(max_new_tokens=2, temperature=1.0, seed=100 * me.rank, stop_token_id=None)
     answers = strategy.gather_and_generate(params, asked)
     return asked, [answer.token_ids for answer in answers], adder.batch
+
+
+def judged(me: Rank, folders: list[str]) -> Facts:
+    """What reward models say about answers of which ranks have different numbers, and who was on the device then."""
+    with shared_folder() as folder:
+        trainer = built(
+            me, f"--fsdp --engine_type hf --offload_models --adam_offload --reward {' '.join(folders)}", folder
+        )
+        strategy = trainer.strategy
+        memory = strategy.memory
+        assert memory is not None
+        seen: list[list[str]] = []
+        for name, role in strategy.roles.items():
+            if name.startswith("reward"):
+                role.model.register_forward_pre_hook(lambda *_: seen.append(sorted(memory.present)))
+        strategy.enter("score")
+        rollouts = [text_rollout(text) for text in JUDGED[me.rank]]
+        said = trainer.maker.rewards(rollouts).tolist()
+        close(strategy)
+    return {"said": said, "seen": seen, "afterwards": sorted(memory.present)}
+
+
+JUDGED: tuple[list[str], ...] = (["a", "bcd", "e" * 9], [])
+"""Answers by rank."""
+
+
+def text_rollout(text: str) -> Rollout:
+    """A rollout of which a reward model reads the text."""
+    return Rollout(prompt="prompt ", response=text, prompt_ids=[5], response_ids=[7], engine_log_probs=[-1.0])
+
+
+def diverged(me: Rank) -> str:
+    """One rank trains while the other one scores."""
+    with shared_folder() as folder:
+        trainer = built(me, "--fsdp --engine_type hf", folder)
+        try:
+            trainer.strategy.enter("score" if me.rank else "train")
+        except wsync.WsyncError as error:
+            return str(error)
+    return "nothing"
+
+
+def clipped_alone(me: Rank) -> tuple[float, float, float]:
+    """Both models have gradients. Norms: the critic's before and after the actor's step, and the actor's."""
+    with shared_folder() as folder:
+        strategy = built(me, "--fsdp --engine_type hf --max_norm 0.001 --adam_offload", folder).strategy
+        for _ in range(2):  # what is there already stays
+            strategy.maybe_load_optimizer()
+        actor, critic = strategy.roles["actor"], strategy.roles["critic"]
+        ids = torch.arange(3, 11)[None]
+        for role in (actor, critic):
+            strategy.backward(role.model(input_ids=ids).logits.square().mean(), role)
+        before = _norm(critic.model)
+        of_actor = strategy.optimizer_step(actor)
+        after = _norm(critic.model)
+        for _ in range(2):
+            strategy.maybe_offload_optimizer()
+        close(strategy)
+    return before, after, of_actor
+
+
+def _norm(model: torch.nn.Module) -> float:
+    """Of this rank's gradients."""
+    grads = [one.grad for one in model.parameters() if one.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return float(torch.stack([grad.norm() for grad in local]).norm())

@@ -18,6 +18,11 @@ CASES = [
     pytest.param("--fsdp --engine_type hf", id="fsdp2-hf"),
     pytest.param("--fsdp --engine_type vllm", id="fsdp2-vllm", marks=[pytest.mark.vllm, pytest.mark.matrix]),
     pytest.param("--zero_stage 3 --engine_type hf", id="zero3-hf", marks=pytest.mark.matrix),
+    pytest.param(
+        "--zero_stage 2 --engine_type sglang --engine_tp_size 2",
+        id="zero2-sglang",
+        marks=[pytest.mark.sglang, pytest.mark.matrix],
+    ),
     pytest.param(f"--fsdp --engine_type vllm {LORA}", id="lora-vllm", marks=[pytest.mark.vllm, pytest.mark.matrix]),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.strategy.phases import phases
-from tests.ppo.rank_steps import trained, watched
+from tests.ppo.rank_steps import clipped_alone, diverged, trained, watched
 from wsync.testing.ranks import run_ranks
 
 ENGINE = ["engine kv_cache", "engine weights"]
@@ -51,8 +51,11 @@ def test_one_iteration() -> None:
 
 
 @pytest.mark.slow
-def test_offload_changes_no_bit() -> None:
-    options = "--fsdp --engine_type hf --steps 2"
+@pytest.mark.parametrize(
+    "sharding", ["--fsdp", *(pytest.param(f"--zero_stage {stage}", marks=pytest.mark.matrix) for stage in (1, 2, 3))]
+)
+def test_offload_changes_no_bit(sharding: str) -> None:
+    options = f"{sharding} --engine_type hf --steps 2"
     stays, leaves = (
         run_ranks(trained, 2, f"{options} {more}", timeout_s=200)
         for more in ("--disable_engine_sleep", "--offload_models --adam_offload")
@@ -60,3 +63,18 @@ def test_offload_changes_no_bit() -> None:
     for one, other in zip(stays, leaves, strict=True):
         assert one["after"] != one["before"]
         assert one["after"] == other["after"]
+
+
+@pytest.mark.slow
+def test_ranks_that_part_are_told_so() -> None:
+    for words in run_ranks(diverged, 2, timeout_s=120):
+        assert "trainer ranks enter different phases: ['train', 'score']" in words
+
+
+@pytest.mark.slow
+def test_a_step_leaves_the_other_model_alone() -> None:
+    """A trainer was seen to clip the critic's gradients with the actor's. Calls for optimizers need no partner."""
+    for before, after, of_actor in run_ranks(clipped_alone, 2, timeout_s=120):
+        assert before == after
+        assert before > 0.001
+        assert of_actor > 0.001, "nothing had to be clipped"

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from integrations.ppo.errors import ConflictError
-from integrations.ppo.rewards import RewardComputationEngine, imported, total
+from integrations.ppo.rewards import RewardComputationEngine, total
+from integrations.ppo.rewards.rules import RuleReward, imported
 from integrations.ppo.toy import FIRST_BYTE, lowercase_fraction
 from tests.ppo.samples import rollout
 
@@ -31,7 +32,7 @@ def test_the_ids_are_those_of_the_tokenizer() -> None:
 
 def test_aggregation() -> None:
     rollouts = [rollout([7]), rollout([7, 8])]
-    rules = [lambda one: float(len(one.response_ids)), lambda one: 10.0]
+    rules = [RuleReward(lambda one: float(len(one.response_ids))), RuleReward(lambda one: 10.0)]
     assert RewardComputationEngine(rules)(rollouts).tolist() == [11, 12]
 
     def smallest(rewards: Sequence[torch.Tensor]) -> torch.Tensor:

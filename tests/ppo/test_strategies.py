@@ -17,6 +17,8 @@ def test_all_agree(tmp_path: Path) -> None:
         run(tmp_path / str(number), f"{SMALL} --engine_type hf --steps 2 {sharding}")
         for number, sharding in enumerate(SHARDINGS)
     ]
+    other = run(tmp_path / "other", f"{SMALL} --engine_type hf --steps 2 --fsdp --loss_agg_mode seq-mean-token-mean")
+    assert other[0]["policy_loss"] != pytest.approx(found[0][0]["policy_loss"], rel=1e-4)
     for sharding, lines in zip(SHARDINGS, found, strict=True):
         for line, first in zip(lines, found[0], strict=True):
             for name in COMPARED:

@@ -118,6 +118,14 @@ class Strategy(ABC):
         dist.all_gather_object(items, item)
         return items
 
+    def evened(self, batches: Sequence[T], filler: T) -> list[T]:
+        """*Collective.* `batches`, and as many fillers after them as the rank with the most has more.
+
+        A forward of a sharded model is collective: all ranks make the same number of them.
+        """
+        rounds = int(self.all_reduce(torch.tensor(len(batches)), "max"))
+        return [*batches, *[filler] * (rounds - len(batches))]
+
     def setup_dataloader(self, dataset: "Dataset[T]", batch_size: int, *, shuffle: bool) -> "DataLoader[T]":
         """Each rank's part of `dataset`, in lists of `batch_size`. What fills no batch on every rank is left out."""
         sampler: DistributedSampler[T] = DistributedSampler(
@@ -132,7 +140,7 @@ class Strategy(ABC):
 
         All roles are there by now: from here on one `wsync.MemoryManager` says what is on the device.
         """
-        self.inference_engine = start_engine(args, checkpoint, self.device)
+        self.inference_engine = start_engine(args, checkpoint, self.device, self._engine_group)
         models = {role.name: role.model for role in self.trained}
         optimizers = {
             f"{role.name} optimizer": role.optimizer for role in self.trained if role.optimizer is not role.model
