@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from integrations.ppo.errors import ConflictError
+from integrations.ppo.log_probs import Scoring
 
 POSITIVE = (
     "engine_tp_size",
@@ -19,6 +20,7 @@ POSITIVE = (
     "max_epochs",
     "steps",
     "max_norm",
+    "chunk_size",
     "remote_reward_timeout_s",
     "kl_horizon",
 )
@@ -86,6 +88,10 @@ class Arguments:
     max_epochs: int = option(2, "times that an iteration's sequences are trained on")
     steps: int = option(40, "iterations")
 
+    packing_samples: bool = option(False, "put the sequences of a forward into one row, without padding")
+    fused_linear_logprob: bool = option(False, "compute log-probabilities in chunks, and keep no logits")
+    chunk_size: int = option(4096, "tokens of a chunk of --fused_linear_logprob")
+
     actor_learning_rate: float = option(1e-3, "AdamW")
     critic_learning_rate: float = option(1e-3, "AdamW")
     lr_scheduler: str = option("constant_with_warmup", "one of transformers.SchedulerType")
@@ -141,6 +147,12 @@ class Arguments:
             raise ConflictError("--critic_pretrain without a critic: --advantage_estimator group_norm has none")
         if self.prompt_data and not self.pretrain and any(name in TOY_REWARDS for name in self.reward):
             raise ConflictError(f"--prompt_data with the reward of the toy task, {self.reward}: pass --reward")
+
+    @property
+    def scoring(self) -> Scoring:
+        """How log-probabilities are computed."""
+        chunk_size = self.chunk_size if self.fused_linear_logprob else None
+        return Scoring(temperature=self.temperature, packing=self.packing_samples, chunk_size=chunk_size)
 
     @property
     def has_critic(self) -> bool:

@@ -112,13 +112,13 @@ class ExperienceMaker:
     def _log_probs(self, role: str, sequences: torch.Tensor, mask: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         model, device = self._strategy.roles[role].model, self._strategy.device
         with evaluating(model):
-            said, _ = token_log_probs(model, sequences.to(device), mask.to(device), self._args.temperature)
+            said, _ = token_log_probs(model, sequences.to(device), mask.to(device), self._args.scoring)
         return torch.where(actions, said.cpu(), 0)
 
     def _values(self, sequences: torch.Tensor, mask: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         model, device = self._strategy.roles["critic"].model, self._strategy.device
         with evaluating(model):
-            values = token_values(model, sequences.to(device), mask.to(device))
+            values = token_values(model, sequences.to(device), mask.to(device), packing=self._args.packing_samples)
         return torch.where(actions, values.cpu(), 0)
 
     def _penalty(self, one: Scored) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """What the tests have two ranks do."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import wsync
 from integrations.ppo.arguments import Arguments, parse
 from integrations.ppo.engines.base import Completion, SamplingParams
 from integrations.ppo.experience import Rollout
+from integrations.ppo.monitor import Monitor
 from integrations.ppo.strategy import get_strategy
 from integrations.ppo.train import build, close, shared_folder
 from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
@@ -186,3 +187,28 @@ def _norm(model: torch.nn.Module) -> float:
     grads = [one.grad for one in model.parameters() if one.grad is not None]
     local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     return float(torch.stack([grad.norm() for grad in local]).norm())
+
+
+class Recorder(Monitor):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__("", 0, active=False)
+        self.lines: list[Mapping[str, float]] = []
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """See `Monitor`."""
+        self.lines.append(numbers)
+
+
+def numbers(me: Rank, runs: Sequence[str]) -> list[list[Mapping[str, float]]]:
+    """What each of several runs logs."""
+    found = []
+    for options in runs:
+        with shared_folder() as folder:
+            trainer = built(me, options, folder)
+            trainer.monitor = recorder = Recorder()
+            trainer.fit()
+            close(trainer.strategy)
+        found.append(recorder.lines)
+    return found

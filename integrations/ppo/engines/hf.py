@@ -8,7 +8,7 @@ import torch
 
 from integrations.ppo.engines.base import Completion, SamplingParams
 from integrations.ppo.experience import padded
-from integrations.ppo.log_probs import token_log_probs
+from integrations.ppo.log_probs import Scoring, token_log_probs
 from wsync.adapters.engines.hf import HFEngine
 
 
@@ -43,7 +43,9 @@ class HFInferenceEngine:
     ) -> list[list[float]]:
         """transformers' own scores are those of a batch that is padded on the left, which rounds in another way."""
         sequences, attention_mask, action_mask = padded(prompts, answers)
-        said, _ = token_log_probs(self.handle, sequences.to(self._device), attention_mask.to(self._device), temperature)
+        said, _ = token_log_probs(
+            self.handle, sequences.to(self._device), attention_mask.to(self._device), Scoring(temperature=temperature)
+        )
         return [row[chosen].tolist() for row, chosen in zip(said.cpu(), action_mask, strict=True)]
 
     def close(self) -> None:

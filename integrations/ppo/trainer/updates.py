@@ -7,7 +7,7 @@ import torch
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.experience import Experience
 from integrations.ppo.kl import estimate_kl
-from integrations.ppo.log_probs import entropy, token_log_probs, token_values
+from integrations.ppo.log_probs import token_log_probs, token_values
 from integrations.ppo.losses import aggregate, policy_loss, value_loss, weights
 from integrations.ppo.strategy.base import Strategy
 
@@ -42,20 +42,22 @@ def _actor(
     def mean(values: torch.Tensor) -> torch.Tensor:
         return aggregate(values, one.action_mask, args.loss_agg_mode, share)
 
-    log_probs, logits = token_log_probs(role.model, one.sequences, one.attention_mask, args.temperature)
+    log_probs, entropy = token_log_probs(
+        role.model, one.sequences, one.attention_mask, args.scoring, entropy=args.entropy_coef > 0
+    )
     surrogate, clipped = policy_loss(log_probs, one.log_probs, one.advantages, args.eps_clip)
     policy = loss = mean(surrogate)
     if args.use_kl_loss:
         loss = loss + kl_coef * mean(estimate_kl(log_probs, one.reference_log_probs, args.kl_estimator))
-    if args.entropy_coef:
-        loss = loss - args.entropy_coef * mean(entropy(logits))
+    if entropy is not None:
+        loss = loss - args.entropy_coef * mean(entropy)
     strategy.backward(loss, role)
     return {"policy_loss": policy.item(), "clip_fraction": mean(clipped.float()).item()}
 
 
 def _critic(args: Arguments, strategy: Strategy, one: Experience, share: torch.Tensor) -> float:
     role = strategy.roles["critic"]
-    values = token_values(role.model, one.sequences, one.attention_mask)
+    values = token_values(role.model, one.sequences, one.attention_mask, packing=args.packing_samples)
     each = value_loss(values, one.values, one.returns, args.value_clip)
     loss = aggregate(each, one.action_mask, args.loss_agg_mode, share)
     strategy.backward(loss, role)
