@@ -117,7 +117,10 @@ class Arguments:
     eval_every: int = option(0, "iterations; 0: never")
     save_every: int = option(0, "iterations; 0: never")
     ckpt_dir: str = option("", "where checkpoints go, and where a run that finds one goes on from it")
-    log_dir: str = option("", "where TensorBoard events and metrics.jsonl go; without it nothing is written")
+    save_path: str = option("", "where the trained actor goes in the end, as a transformers checkpoint")
+    ema_decay: float = option(0.0, "average the actor's weights, and write them beside it; 0: do not")
+    log_dir: str = option("", "where numbers, pictures and TensorBoard events go; without it nothing is written")
+    plot_every: int = option(10, "iterations from one picture of lengths to the next; 0: none")
 
     def __post_init__(self) -> None:
         """Raises `ConflictError` for what cannot be, whatever the number of ranks."""
@@ -143,6 +146,10 @@ class Arguments:
             raise ConflictError("--engine_type hf has no tensor parallelism: --engine_tp_size 1")
         if self.save_every and not self.ckpt_dir:
             raise ConflictError("--save_every needs --ckpt_dir")
+        if self.ema_decay and not self.save_path:
+            raise ConflictError("--ema_decay is of use to --save_path alone")
+        if not 0 <= self.ema_decay < 1:
+            raise ConflictError(f"--ema_decay is {self.ema_decay}; it is from 0 to below 1")
         if self.critic_pretrain and not self.has_critic:
             raise ConflictError("--critic_pretrain without a critic: --advantage_estimator group_norm has none")
         if self.prompt_data and not self.pretrain and any(name in TOY_REWARDS for name in self.reward):

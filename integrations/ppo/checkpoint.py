@@ -16,7 +16,7 @@ from integrations.ppo.arguments import Arguments
 from integrations.ppo.errors import ConflictError
 from integrations.ppo.strategy.base import Strategy
 
-MAY_CHANGE = ("steps", "eval_every", "save_every", "ckpt_dir", "log_dir", "eval_data")
+MAY_CHANGE = ("steps", "eval_every", "save_every", "ckpt_dir", "log_dir", "plot_every", "eval_data", "save_path")
 """Options that do not change what a step does, unless a scheduler counts steps."""
 
 

@@ -35,7 +35,7 @@ class ExperienceMaker:
     def __init__(
         self, args: Arguments, strategy: Strategy, tokenizer: Any, rewards: RewardComputationEngine, kl: KLController
     ) -> None:
-        self._args, self._strategy, self._tokenizer = args, strategy, tokenizer
+        self._args, self._strategy, self.tokenizer = args, strategy, tokenizer
         self.rewards, self._kl = rewards, kl
 
     def generate(self, prompts: Sequence[Prompt], *, seed: int, temperature: float, samples: int) -> list[Rollout]:
@@ -46,7 +46,7 @@ class ExperienceMaker:
             max_new_tokens=self._args.generate_max_len,
             temperature=temperature,
             seed=seed,
-            stop_token_id=self._tokenizer.eos_token_id,
+            stop_token_id=self.tokenizer.eos_token_id,
         )
         answers = self._strategy.gather_and_generate(params, ids, sleep_engine=False)
         return [
@@ -55,7 +55,7 @@ class ExperienceMaker:
                 label=prompt.label,
                 prompt_ids=prompt_ids,
                 response_ids=answer.token_ids,
-                response=self._tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+                response=self.tokenizer.decode(answer.token_ids, skip_special_tokens=True),
                 engine_log_probs=answer.log_probs,
             )
             for prompt, prompt_ids, answer in zip(asked, ids, answers, strict=True)
@@ -74,7 +74,7 @@ class ExperienceMaker:
         return experience, self._numbers(rollouts, scored, scores, torch.cat([*sequence_kl, torch.zeros(0)]))
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False).input_ids
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         if not ids:
             raise ValueError(f"the prompt {text!r} has no tokens")
         return ids[-self._args.prompt_max_len :]

@@ -1,11 +1,13 @@
-"""Where numbers go: a progress bar, a file with a line of JSON for each call, TensorBoard. On rank 0 alone."""
+"""Where numbers go: a progress bar, lines of JSON, TensorBoard, pictures, lines about memory. On rank 0 alone."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from integrations.ppo.plots import length_histogram
 
 SHOWN = ("reward", "kl", "eval_reward")
 
@@ -46,6 +48,17 @@ class Monitor:
         self._lines.flush()
         for name, value in numbers.items():
             self._board.add_scalar(name, value, step)
+
+    def lengths(self, step: int, lengths: Sequence[int], longest: int) -> None:
+        """How long the answers of all ranks were, in tokens; `longest` is the most that one may have."""
+        if self._folder is not None:
+            length_histogram(lengths, longest, self._folder / "lengths" / f"step_{step:06d}.png")
+
+    def memory(self, line: str) -> None:
+        """One line about what is on the device."""
+        if self._folder is not None:
+            with (self._folder / "memory.log").open("a") as file:
+                file.write(f"{line}\n")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

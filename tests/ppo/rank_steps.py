@@ -13,6 +13,7 @@ from integrations.ppo.arguments import Arguments, parse
 from integrations.ppo.engines.base import Completion, SamplingParams
 from integrations.ppo.experience import Rollout
 from integrations.ppo.monitor import Monitor
+from integrations.ppo.shards import shards
 from integrations.ppo.strategy import get_strategy
 from integrations.ppo.train import build, close, shared_folder
 from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
@@ -212,3 +213,31 @@ def numbers(me: Rank, runs: Sequence[str]) -> list[list[Mapping[str, float]]]:
             close(trainer.strategy)
         found.append(recorder.lines)
     return found
+
+
+def averaged(me: Rank, options: str) -> Facts:
+    """A run with an average, and that average of full weights by hand, update by update."""
+    with shared_folder() as folder:
+        trainer = built(me, options, folder)
+        actor = trainer.strategy.roles["actor"].model
+        by_hand = [shard.clone() for shard in shards(actor)]
+        assert trainer.average is not None
+        update = trainer.average.update
+
+        def both() -> None:
+            update()
+            for mean, shard in zip(by_hand, shards(actor), strict=True):
+                mean.mul_(0.5).add_(shard, alpha=0.5)
+
+        trainer.average.update = both  # type: ignore[method-assign]
+        trainer.fit()
+        weights = [shard.clone() for shard in shards(actor)]
+        with trainer.average.swapped():
+            found = [shard.clone() for shard in shards(actor)]
+        back = all(torch.equal(one, two) for one, two in zip(weights, shards(actor), strict=True))
+        close(trainer.strategy)
+    return {
+        "equal": all(torch.allclose(one, two, atol=1e-6) for one, two in zip(by_hand, found, strict=True)),
+        "differs": any(not torch.equal(one, two) for one, two in zip(weights, found, strict=True)),
+        "back": back,
+    }

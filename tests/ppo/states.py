@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from integrations.ppo.checkpoint import random_states
+from integrations.ppo.shards import shards
 from integrations.ppo.trainer import Trainer
 
 
@@ -19,7 +20,8 @@ def digest(trainer: Trainer) -> dict[str, str]:
     strategy.enter("train")
     for name, role in strategy.roles.items():
         with strategy.loaded(role) if role.optimizer is None else nullcontext():
-            parts[name] = _hash([getattr(one, "ds_tensor", one) for one in role.model.parameters()])
+            held = shards(role.model)
+            parts[name] = _hash([*held, *(one for one in role.model.parameters() if not one.requires_grad)])
         parts[f"{name} modes"] = [module.training for module in role.model.modules()]
         if role.optimizer is not None:
             optimizer = getattr(role.optimizer, "optimizer", role.optimizer)  # of a DeepSpeed engine its own

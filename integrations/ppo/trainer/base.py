@@ -2,18 +2,22 @@
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import wsync
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.checkpoint import Checkpoints
+from integrations.ppo.experience import Rollout
 from integrations.ppo.experience_maker import ExperienceMaker
+from integrations.ppo.export import export
 from integrations.ppo.kl import KLController
 from integrations.ppo.monitor import Monitor
 from integrations.ppo.prompts import PromptDataset, PromptStream
 from integrations.ppo.replay_buffer import ReplayBuffer
+from integrations.ppo.shards import MovingAverage
 from integrations.ppo.strategy.base import Strategy
 from integrations.ppo.trainer.hooks import Hooks
 from integrations.ppo.trainer.updates import update
@@ -28,6 +32,7 @@ class Trainer(Hooks, ABC):
     Attributes:
         step: number of the iteration that runs, from 1; 0 before the first.
         report: of the last sync.
+        average: of the actor's weights, with `--ema_decay`.
     """
 
     def __init__(
@@ -48,6 +53,7 @@ class Trainer(Hooks, ABC):
         self.buffer = ReplayBuffer()
         self.step = 0
         self.report: wsync.SyncReport | None = None
+        self.average = MovingAverage(strategy.roles["actor"].model, args.ema_decay) if args.ema_decay else None
         self._checkpoints = Checkpoints(args, strategy)
         self._seconds: dict[str, float] = {}
         if self._checkpoints.load(self):
@@ -76,6 +82,8 @@ class Trainer(Hooks, ABC):
                     self.monitor.log(self.step, self.evaluate())
                 if self.args.save_every and self.step % self.args.save_every == 0:
                     self._checkpoints.save(self)
+        if self.args.save_path:
+            self._export(Path(self.args.save_path))
         self.on_train_end()
 
     def _iteration(self) -> dict[str, float]:
@@ -101,9 +109,22 @@ class Trainer(Hooks, ABC):
         self.kl.update(numbers["kl"], self.args.rollout_batch_size * self.args.n_samples_per_prompt)
         with self._timed("sync"):
             self.on_step_end()
+        self._report(rollouts)
         seconds = {f"seconds_{name}": spent for name, spent in self._seconds.items()}
         whole = time.monotonic() - began
         return {**numbers, **seconds, "seconds": whole, "sync_share": self._seconds["sync"] / whole}
+
+    def _export(self, folder: Path) -> None:
+        export(self.args, self.strategy, self.maker.tokenizer, folder)
+        if self.average is not None:
+            with self.average.swapped():
+                export(self.args, self.strategy, self.maker.tokenizer, folder / "ema")
+
+    def _report(self, rollouts: Sequence[Rollout]) -> None:
+        self.monitor.memory(self.strategy.report_memory(f"step {self.step}"))
+        if self.args.plot_every and self.step % self.args.plot_every == 0:
+            everybody = self.strategy.all_gather([len(one.response_ids) for one in rollouts])
+            self.monitor.lengths(self.step, [one for some in everybody for one in some], self.args.generate_max_len)
 
     def _train(self) -> dict[str, float]:
         """All epochs over the buffer. Returns means over steps and sums over ranks."""
@@ -113,6 +134,8 @@ class Trainer(Hooks, ABC):
         for epoch in range(self.args.max_epochs):
             for micro_batches in self.buffer.steps(self._seed() + epoch, rows, self.args.micro_train_batch_size):
                 steps.append(update(self.args, self.strategy, micro_batches, self.kl.value))
+                if self.average is not None:
+                    self.average.update()
         self.buffer.clear()
         self.strategy.maybe_offload_optimizer()
         means = {name: sum(one[name] for one in steps) / len(steps) for name in steps[0]}
@@ -152,6 +175,7 @@ class Trainer(Hooks, ABC):
             "prompts": self.prompts.state_dict(),
             "buffer": self.buffer.state_dict(),
             "kl": self.kl.value,
+            "average": None if self.average is None else self.average.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -159,3 +183,5 @@ class Trainer(Hooks, ABC):
         self.step, self.kl.value = state["step"], state["kl"]
         self.prompts.load_state_dict(state["prompts"])
         self.buffer.load_state_dict(state["buffer"])
+        if self.average is not None:
+            self.average.load_state_dict(state["average"])
