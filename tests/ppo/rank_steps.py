@@ -6,12 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import wsync
 from integrations.ppo.arguments import Arguments, parse
+from integrations.ppo.engines import start_engine
 from integrations.ppo.engines.base import Completion, SamplingParams
 from integrations.ppo.experience import Rollout
+from integrations.ppo.export import export
+from integrations.ppo.groups import EngineGroup
 from integrations.ppo.monitor import Monitor
 from integrations.ppo.shards import shards
 from integrations.ppo.strategy import get_strategy
@@ -241,3 +245,22 @@ def averaged(me: Rank, options: str) -> Facts:
         "differs": any(not torch.equal(one, two) for one, two in zip(weights, found, strict=True)),
         "back": back,
     }
+
+
+def beside_fresh(me: Rank, options: str) -> Facts:
+    """After a sync: the engine beside one that was started on the same weights, from a checkpoint of the actor."""
+    with shared_folder() as folder:
+        trainer = built(me, options, folder)
+        trainer.fit()
+        strategy = trainer.strategy
+        saved = folder / "saved"
+        export(trainer.args, strategy, trainer.maker.tokenizer, saved)
+        dist.barrier()
+        fresh = start_engine(trainer.args, saved, strategy.device, EngineGroup(1))
+        params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=7, stop_token_id=1)
+        prompts = [[40, 50, 60], [100 + me.rank], [70, 71]]
+        ours = strategy.gather_and_generate(params, prompts, sleep_engine=False)
+        theirs = fresh.generate(prompts, [7, 8, 9], params)
+        dtypes = {str(one.dtype) for one in strategy.roles["actor"].model.parameters()}
+        close(strategy)
+    return {"ours": ours, "theirs": theirs, "dtypes": dtypes}
