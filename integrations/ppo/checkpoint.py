@@ -16,8 +16,10 @@ from integrations.ppo.arguments import Arguments
 from integrations.ppo.errors import ConflictError
 from integrations.ppo.strategy.base import Strategy
 
-MAY_CHANGE = ("steps", "eval_every", "save_every", "ckpt_dir", "log_dir", "plot_every", "eval_data", "save_path")
-"""Options that do not change what a step does, unless a scheduler counts steps."""
+MAY_CHANGE = ("eval_every", "save_every", "ckpt_dir", "log_dir", "plot_every", "eval_data", "save_path")
+"""Options that do not change what a step does. Nor does the number of steps, unless a scheduler counts them."""
+
+COUNTLESS = ("constant", "constant_with_warmup")
 
 
 class Stateful(Protocol):
@@ -90,8 +92,7 @@ class Checkpoints:
                 f"{folder} was written by {state['world_size']} ranks; these are {self._strategy.world_size}"
             )
         now = asdict(self._args)
-        fixed = self._args.lr_scheduler != "constant_with_warmup"
-        skipped = MAY_CHANGE[fixed:]
+        skipped = (*MAY_CHANGE, "steps") if self._args.lr_scheduler in COUNTLESS else MAY_CHANGE
         changed = [name for name, was in state["arguments"].items() if name not in skipped and now.get(name) != was]
         if changed:
             said = ", ".join(f"--{name} {state['arguments'][name]}, now {now.get(name)}" for name in changed)

@@ -247,6 +247,17 @@ def averaged(me: Rank, options: str) -> Facts:
     }
 
 
+def roles(me: Rank, runs: Sequence[str]) -> list[list[str]]:
+    """Which models each of several runs has."""
+    found = []
+    for options in runs:
+        with shared_folder() as folder:
+            strategy = built(me, options, folder).strategy
+            found.append(sorted(strategy.roles))
+            close(strategy)
+    return found
+
+
 def beside_fresh(me: Rank, options: str) -> Facts:
     """After a sync: the engine beside one that was started on the same weights, from a checkpoint of the actor."""
     with shared_folder() as folder:

@@ -16,7 +16,12 @@ SAME = (
     f"--fsdp {LEAN}",
     f"--zero_stage 3 {LEAN}",
 )
-OTHER = ("--fsdp --loss_agg_mode seq-mean-token-mean", "--fsdp --entropy_coef 10", "--fsdp --gamma 0.5")
+OTHER = (
+    "--fsdp --loss_agg_mode seq-mean-token-mean",
+    "--fsdp --entropy_coef 10",
+    "--fsdp --gamma 0.5",
+    "--fsdp --whiten_advantages",
+)
 COMPARED = ("reward", "kl", "policy_loss", "value_loss", "actor_grad_norm", "critic_grad_norm", "clip_fraction")
 
 
