@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from integrations.ppo.errors import ConflictError
-from integrations.ppo.log_probs import Scoring
 
 POSITIVE = (
     "engine_tp_size",
+    "sp_size",
     "engine_mem_util",
     "prompt_max_len",
     "generate_max_len",
@@ -89,6 +89,7 @@ class Arguments:
     steps: int = option(40, "iterations")
 
     packing_samples: bool = option(False, "put the sequences of a forward into one row, without padding")
+    sp_size: int = option(1, "ranks among which every sequence is cut (Ulysses)")
     fused_linear_logprob: bool = option(False, "compute log-probabilities in chunks, and keep no logits")
     chunk_size: int = option(4096, "tokens of a chunk of --fused_linear_logprob")
 
@@ -144,6 +145,8 @@ class Arguments:
             raise ConflictError("--kl_target adapts the KL in the reward; it has no effect with --use_kl_loss")
         if self.engine_type == "hf" and self.engine_tp_size != 1:
             raise ConflictError("--engine_type hf has no tensor parallelism: --engine_tp_size 1")
+        if self.sp_size > 1 and self.packing_samples:
+            raise ConflictError("--packing_samples leaves no padding and --sp_size cuts padded sequences: choose one")
         if self.save_every and not self.ckpt_dir:
             raise ConflictError("--save_every needs --ckpt_dir")
         if self.ema_decay and not self.save_path:
@@ -154,12 +157,6 @@ class Arguments:
             raise ConflictError("--critic_pretrain without a critic: --advantage_estimator group_norm has none")
         if self.prompt_data and not self.pretrain and any(name in TOY_REWARDS for name in self.reward):
             raise ConflictError(f"--prompt_data with the reward of the toy task, {self.reward}: pass --reward")
-
-    @property
-    def scoring(self) -> Scoring:
-        """How log-probabilities are computed."""
-        chunk_size = self.chunk_size if self.fused_linear_logprob else None
-        return Scoring(temperature=self.temperature, packing=self.packing_samples, chunk_size=chunk_size)
 
     @property
     def has_critic(self) -> bool:
@@ -175,11 +172,13 @@ class Arguments:
         """Raises `ConflictError` if batches cannot be spread over that many ranks."""
         if self.rollout_batch_size % world_size:
             raise ConflictError(f"--rollout_batch_size {self.rollout_batch_size} over {world_size} ranks: no multiple")
-        share = self.micro_train_batch_size * world_size
+        if world_size % self.sp_size:
+            raise ConflictError(f"--sp_size {self.sp_size} is no divisor of {world_size} ranks")
+        share = self.micro_train_batch_size * (world_size // self.sp_size)
         if self.train_batch_size % share:
             raise ConflictError(
                 f"--train_batch_size {self.train_batch_size} is no multiple of --micro_train_batch_size "
-                f"{self.micro_train_batch_size} times {world_size} ranks"
+                f"{self.micro_train_batch_size} times {world_size // self.sp_size} (ranks by --sp_size)"
             )
 
 

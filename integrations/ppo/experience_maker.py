@@ -39,7 +39,10 @@ class ExperienceMaker:
         self.rewards, self._kl = rewards, kl
 
     def generate(self, prompts: Sequence[Prompt], *, seed: int, temperature: float, samples: int) -> list[Rollout]:
-        """`samples` answers to each prompt, next to each other. The engine stays awake."""
+        """`samples` answers to each prompt, next to each other. The engine stays awake.
+
+        With `--sp_size` the rollouts of all ranks that share their sequences, the same on each of them.
+        """
         asked = [prompt for prompt in prompts for _ in range(samples)]
         ids = [self._encode(prompt.text) for prompt in asked]
         params = SamplingParams(
@@ -49,7 +52,7 @@ class ExperienceMaker:
             stop_token_id=self.tokenizer.eos_token_id,
         )
         answers = self._strategy.gather_and_generate(params, ids, sleep_engine=False)
-        return [
+        mine = [
             Rollout(
                 prompt=prompt.text,
                 label=prompt.label,
@@ -60,6 +63,7 @@ class ExperienceMaker:
             )
             for prompt, prompt_ids, answer in zip(asked, ids, answers, strict=True)
         ]
+        return self._strategy.shared(mine)
 
     def make(self, rollouts: Sequence[Rollout], *, grouped: bool = True) -> tuple[list[Experience], dict[str, float]]:
         """Experience in micro-batches, and numbers over all ranks. Ranks may have different numbers of rollouts.
@@ -112,13 +116,13 @@ class ExperienceMaker:
     def _log_probs(self, role: str, sequences: torch.Tensor, mask: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         model, device = self._strategy.roles[role].model, self._strategy.device
         with evaluating(model):
-            said, _ = token_log_probs(model, sequences.to(device), mask.to(device), self._args.scoring)
+            said, _ = token_log_probs(model, sequences.to(device), mask.to(device), self._strategy.scoring)
         return torch.where(actions, said.cpu(), 0)
 
     def _values(self, sequences: torch.Tensor, mask: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
         model, device = self._strategy.roles["critic"].model, self._strategy.device
         with evaluating(model):
-            values = token_values(model, sequences.to(device), mask.to(device), packing=self._args.packing_samples)
+            values = token_values(model, sequences.to(device), mask.to(device), self._strategy.scoring)
         return torch.where(actions, values.cpu(), 0)
 
     def _penalty(self, one: Scored) -> torch.Tensor:

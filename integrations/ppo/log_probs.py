@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from integrations.ppo.fused_head import fused_head, token_numbers
+from integrations.ppo.layouts import Layout, Packed, Padded, Sliced
+from integrations.ppo.sequence_parallel import SequenceParallel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,9 @@ class Scoring:
 
     chunk_size: int | None = None
     """Logits of so many tokens at a time, never kept; None: of all at once."""
+
+    sequence_parallel: SequenceParallel | None = None
+    """The ranks among which every sequence is cut; their calls are collective then."""
 
 
 @contextmanager
@@ -49,49 +54,29 @@ def token_log_probs(
 
     Both results are float32 `[batch, length - 1]`; what stands where padding is means nothing.
     """
-    labels = sequences.roll(-1, 1)
-    labels = _packed(labels, attention_mask) if scoring.packing else labels
-    inputs = _inputs(sequences, attention_mask, packing=scoring.packing)
+    layout = _layout(sequences, attention_mask, scoring)
+    labels = layout.take(sequences.roll(-1, 1))
     if scoring.chunk_size is None:
-        numbers = token_numbers(model(**inputs).logits, labels, scoring.temperature, entropy=entropy)
+        numbers = token_numbers(model(**layout.inputs()).logits, labels, scoring.temperature, entropy=entropy)
     else:
         with fused_head(model, labels, scoring.temperature, scoring.chunk_size, entropy=entropy):
-            numbers = model(**inputs).logits
-    numbers = _unpacked(numbers, attention_mask) if scoring.packing else numbers
+            numbers = model(**layout.inputs()).logits
+    numbers = layout.put(numbers)
     return numbers[:, :-1, 0], numbers[:, :-1, 1] if entropy else None
 
 
 def token_values(
-    critic: Callable[..., Any], sequences: torch.Tensor, attention_mask: torch.Tensor, *, packing: bool = False
+    critic: Callable[..., Any], sequences: torch.Tensor, attention_mask: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """The critic's value before each token but the first, float32 `[batch, length - 1]`.
 
     `critic` is a token classifier with one label: it gives `.logits` `[batch, length, 1]`.
     """
-    logits = critic(**_inputs(sequences, attention_mask, packing=packing)).logits.float()
-    logits = _unpacked(logits, attention_mask) if packing else logits
-    values: torch.Tensor = logits[:, :-1, 0]
-    return values
+    layout = _layout(sequences, attention_mask, scoring)
+    return layout.put(critic(**layout.inputs()).logits.float())[:, :-1, 0]
 
 
-def _inputs(sequences: torch.Tensor, attention_mask: torch.Tensor, *, packing: bool) -> dict[str, Any]:
-    """transformers takes positions that begin anew, without a mask, for packed sequences."""
-    if not packing:
-        return {"input_ids": sequences, "attention_mask": attention_mask, "use_cache": False}
-    positions = torch.arange(sequences.shape[1], device=sequences.device).expand_as(sequences)
-    return {
-        "input_ids": _packed(sequences, attention_mask),
-        "position_ids": _packed(positions, attention_mask),
-        "use_cache": False,
-    }
-
-
-def _packed(tensor: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """`[batch, length]` -> `[1, tokens]`."""
-    return tensor[attention_mask][None]
-
-
-def _unpacked(tensor: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """`[1, tokens, n]` -> `[batch, length, n]`, 0 where padding is."""
-    whole = tensor.new_zeros(*attention_mask.shape, tensor.shape[-1])
-    return whole.masked_scatter(attention_mask[..., None], tensor)
+def _layout(sequences: torch.Tensor, attention_mask: torch.Tensor, scoring: Scoring) -> Layout:
+    if scoring.sequence_parallel is not None:
+        return Sliced(sequences, scoring.sequence_parallel)
+    return (Packed if scoring.packing else Padded)(sequences, attention_mask)

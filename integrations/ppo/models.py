@@ -6,6 +6,8 @@ import torch
 
 from integrations.ppo import toy
 from integrations.ppo.arguments import Arguments
+from integrations.ppo.errors import ConflictError
+from integrations.ppo.sequence_parallel import ATTENTION
 
 
 def tokenizer(args: Arguments) -> Any:
@@ -36,6 +38,16 @@ def adapted(args: Arguments, model: Any) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(args.seed + 2)
         return get_peft_model(model, config)
+
+
+def parallel(args: Arguments, model: Any) -> Any:
+    """`model`, with `--sp_size` with attention over slices. Raises `ConflictError` if its heads do not go into it."""
+    if args.sp_size > 1:
+        heads = model.config.num_attention_heads
+        if heads % args.sp_size:
+            raise ConflictError(f"--sp_size {args.sp_size} is no divisor of the model's {heads} attention heads")
+        model.set_attn_implementation(ATTENTION)
+    return model
 
 
 def critic(args: Arguments) -> Any:

@@ -34,11 +34,11 @@ def build(args: Arguments, folder: Path) -> Trainer:
     policy = models.policy(args)
     if strategy.is_rank_0:
         policy.save_pretrained(folder)
-    actor = strategy.prepare("actor", models.adapted(args, policy), args.actor_learning_rate)
+    actor = strategy.prepare("actor", models.adapted(args, models.parallel(args, policy)), args.actor_learning_rate)
     if args.has_critic:
-        strategy.prepare("critic", models.critic(args), args.critic_learning_rate)
+        strategy.prepare("critic", models.parallel(args, models.critic(args)), args.critic_learning_rate)
     if args.has_reference:
-        strategy.freeze("reference", models.policy(args))
+        strategy.freeze("reference", models.parallel(args, models.policy(args)))
     judges = rewards(args, strategy)
     dist.barrier()
     strategy.setup_inference_engine(args, actor, folder)

@@ -34,6 +34,7 @@ def test_an_unknown_option_is_an_error() -> None:
         ("--ema_decay 0.9", "--save_path"),
         ("--ema_decay 1 --save_path x", "below 1"),
         ("--engine_type hf --engine_tp_size 2", "--engine_tp_size"),
+        ("--sp_size 2 --packing_samples", "--packing_samples"),
         ("--temperature 0", "above 0"),
         ("--micro_train_batch_size 0", "above 0"),
     ],
@@ -47,7 +48,9 @@ def test_batches_that_do_not_go_over_the_ranks() -> None:
     args = Arguments(rollout_batch_size=64, train_batch_size=32, micro_train_batch_size=4)
     for world_size in (1, 2, 4, 8):
         args.check_world(world_size)
+    with pytest.raises(ConflictError, match="--sp_size 4 is no divisor of 2 ranks"):
+        Arguments(sp_size=4).check_world(2)
     with pytest.raises(ConflictError, match="--rollout_batch_size 64 over 3 ranks"):
         args.check_world(3)
-    with pytest.raises(ConflictError, match="--micro_train_batch_size 4 times 16 ranks"):
+    with pytest.raises(ConflictError, match=r"--micro_train_batch_size 4 times 16 \(ranks"):
         args.check_world(16)

@@ -92,7 +92,7 @@ def test_values_are_of_the_place_before_each_token(packing: bool) -> None:
     model: Any = critic(Arguments())
     sequences, attention_mask, action_mask = padded(PROMPTS, ANSWERS)
     with torch.no_grad():
-        found = token_values(model, sequences, attention_mask, packing=packing)
+        found = token_values(model, sequences, attention_mask, Scoring(temperature=1.0, packing=packing))
         for row, (prompt, answer) in enumerate(zip(PROMPTS, ANSWERS, strict=True)):
             plain = model(input_ids=torch.tensor([[*prompt, *answer]])).logits[0, :-1, 0]
             assert torch.allclose(found[row][action_mask[row]], plain[len(prompt) - 1 :], atol=1e-6)

@@ -5,7 +5,8 @@ import pytest
 from tests.ppo.rank_steps import numbers
 from wsync.testing.ranks import run_ranks
 
-LEAN = "--packing_samples --fused_linear_logprob --chunk_size 7"
+CHUNKS = "--fused_linear_logprob --chunk_size 7"
+LEAN = f"--packing_samples {CHUNKS}"
 
 SAME = (
     "--fsdp",
@@ -36,3 +37,21 @@ def test_all_agree() -> None:
                 assert line[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6), (options, name)
     for options, lines in zip(OTHER, found[len(SAME) :], strict=True):
         assert lines[0]["actor_grad_norm"] != pytest.approx(found[0][0]["actor_grad_norm"], rel=1e-3), options
+
+
+@pytest.mark.slow
+def test_slices_of_sequences() -> None:
+    """One optimizer step over all sequences, so that it does not matter which rank has which of them first."""
+    runs = [
+        f"--engine_type hf --steps 2 --max_epochs 1 --train_batch_size 64 {options}"
+        for options in (
+            "--fsdp",
+            "--fsdp --sp_size 2",
+            "--zero_stage 3 --sp_size 2 --fused_linear_logprob --chunk_size 7",
+        )
+    ]
+    found = run_ranks(numbers, 2, runs, timeout_s=300)[0]
+    for options, lines in zip(runs, found, strict=True):
+        for line, first in zip(lines, found[0], strict=True):
+            for name in COMPARED:
+                assert line[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6), (options, name)

@@ -17,6 +17,8 @@ from integrations.ppo.engines import start_engine
 from integrations.ppo.engines.base import Completion, InferenceEngine, SamplingParams
 from integrations.ppo.errors import ConflictError
 from integrations.ppo.groups import EngineGroup
+from integrations.ppo.log_probs import Scoring
+from integrations.ppo.sequence_parallel import SequenceParallel
 from integrations.ppo.strategy.phases import phases
 from integrations.ppo.strategy.roles import Role
 from integrations.ppo.strategy.sharding import shard
@@ -46,6 +48,8 @@ class Strategy(ABC):
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
         self.roles: dict[str, Role] = {}
+        self.dp_size = self.world_size // args.sp_size
+        self.sequence_parallel = SequenceParallel(args.sp_size) if args.sp_size > 1 else None
         self._engine_group = EngineGroup(args.engine_tp_size)
         self.inference_engine: InferenceEngine | None = None
         self.memory: wsync.MemoryManager | None = None
@@ -81,6 +85,20 @@ class Strategy(ABC):
         """*Collective.* Shard a model that is not trained. It is on the device within `loaded` alone."""
         self.roles[name] = Role(name=name, model=self.prepare_model(model.requires_grad_(False).eval()))
         return self.roles[name]
+
+    @property
+    def scoring(self) -> Scoring:
+        """How log-probabilities and values are computed."""
+        return Scoring(
+            temperature=self.args.temperature,
+            packing=self.args.packing_samples,
+            chunk_size=self.args.chunk_size if self.args.fused_linear_logprob else None,
+            sequence_parallel=self.sequence_parallel,
+        )
+
+    def shared(self, items: list[T]) -> list[T]:
+        """*Collective.* The items of all ranks that share their sequences with this one; without such, its own."""
+        return self.sequence_parallel.everybody(items) if self.sequence_parallel is not None else items
 
     @property
     def trained(self) -> list[Role]:

@@ -22,7 +22,7 @@ class DeepspeedStrategy(Strategy):
         if self.device.type == "cpu":  # else a C++ extension is compiled, which gloo does not need
             self._deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self._accumulated: dict[str, int] = {}
-        self._micro_batches = args.train_batch_size // (args.micro_train_batch_size * self.world_size)
+        self._micro_batches = args.train_batch_size // (args.micro_train_batch_size * self.dp_size)
 
     def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
         """See `Strategy`."""
@@ -68,7 +68,7 @@ class DeepspeedStrategy(Strategy):
 
     def _config(self) -> dict[str, Any]:
         return {
-            "train_micro_batch_size_per_gpu": self.args.micro_train_batch_size,
+            "train_micro_batch_size_per_gpu": self.args.micro_train_batch_size,  # DeepSpeed knows nothing of --sp_size
             "gradient_accumulation_steps": self._micro_batches,
             "gradient_clipping": self.args.max_norm,
             "zero_optimization": {"stage": self.args.zero_stage},

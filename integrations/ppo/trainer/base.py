@@ -130,9 +130,10 @@ class Trainer(Hooks, ABC):
         """All epochs over the buffer. Returns means over steps and sums over ranks."""
         self.strategy.maybe_load_optimizer()
         steps: list[dict[str, float]] = []
-        rows = self.args.train_batch_size // self.strategy.world_size
+        rows = self.args.train_batch_size // self.strategy.dp_size
         for epoch in range(self.args.max_epochs):
-            for micro_batches in self.buffer.steps(self._seed() + epoch, rows, self.args.micro_train_batch_size):
+            order = self.strategy.shared([self._seed() + epoch])[0]
+            for micro_batches in self.buffer.steps(order, rows, self.args.micro_train_batch_size):
                 steps.append(update(self.args, self.strategy, micro_batches, self.kl.value))
                 if self.average is not None:
                     self.average.update()

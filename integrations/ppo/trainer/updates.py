@@ -43,7 +43,7 @@ def _actor(
         return aggregate(values, one.action_mask, args.loss_agg_mode, share)
 
     log_probs, entropy = token_log_probs(
-        role.model, one.sequences, one.attention_mask, args.scoring, entropy=args.entropy_coef > 0
+        role.model, one.sequences, one.attention_mask, strategy.scoring, entropy=args.entropy_coef > 0
     )
     surrogate, clipped = policy_loss(log_probs, one.log_probs, one.advantages, args.eps_clip)
     policy = loss = mean(surrogate)
@@ -57,7 +57,7 @@ def _actor(
 
 def _critic(args: Arguments, strategy: Strategy, one: Experience, share: torch.Tensor) -> float:
     role = strategy.roles["critic"]
-    values = token_values(role.model, one.sequences, one.attention_mask, packing=args.packing_samples)
+    values = token_values(role.model, one.sequences, one.attention_mask, strategy.scoring)
     each = value_loss(values, one.values, one.returns, args.value_clip)
     loss = aggregate(each, one.action_mask, args.loss_agg_mode, share)
     strategy.backward(loss, role)
