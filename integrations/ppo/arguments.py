@@ -145,6 +145,11 @@ class Arguments:
             raise ConflictError("--kl_target adapts the KL in the reward; it has no effect with --use_kl_loss")
         if self.engine_type == "hf" and self.engine_tp_size != 1:
             raise ConflictError("--engine_type hf has no tensor parallelism: --engine_tp_size 1")
+        if self.adam_offload and not self.fsdp and self.zero_stage == 3:
+            raise ConflictError(
+                "--adam_offload with --zero_stage 3: DeepSpeed moves states of its FusedAdam only, and these are "
+                "those of torch's AdamW; --zero_stage 2 or --fsdp"
+            )
         if self.sp_size > 1 and self.packing_samples:
             raise ConflictError("--packing_samples leaves no padding and --sp_size cuts padded sequences: choose one")
         if self.save_every and not self.ckpt_dir:

@@ -19,6 +19,7 @@ from integrations.ppo.groups import EngineGroup
 from integrations.ppo.monitor import Monitor
 from integrations.ppo.shards import shards
 from integrations.ppo.strategy import get_strategy
+from integrations.ppo.strategy.roles import Role
 from integrations.ppo.train import build, close, shared_folder
 from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
 from tests.ppo.jobs import SMALL
@@ -68,7 +69,7 @@ def evaluated(me: Rank, options: str) -> Facts:
 
 
 def watched(me: Rank, options: str) -> list[tuple[str, str | None, list[str]]]:
-    """Run, and tell (hook, phase, residents that are on the device) of every hook that was called, in order."""
+    """Run, and tell (hook, phase, what is on the device) of every hook in order, and of the first backward."""
     seen: list[tuple[str, str | None, list[str]]] = []
     base = get_trainer_cls("sync")
 
@@ -85,8 +86,18 @@ def watched(me: Rank, options: str) -> list[tuple[str, str | None, list[str]]]:
     register_trainer("watched")(type("Watched", (base,), hooks))
     with shared_folder() as folder:
         trainer = built(me, f"{options} --trainer watched", folder)
+        strategy, memory = trainer.strategy, trainer.strategy.memory
+        assert memory is not None
+        backward = strategy.backward
+
+        def once(loss: torch.Tensor, role: Role) -> None:
+            if seen[-1][0] != "backward":
+                seen.append(("backward", memory.phase, sorted(memory.present)))
+            backward(loss, role)
+
+        strategy.backward = once  # type: ignore[method-assign]
         trainer.fit()
-        close(trainer.strategy)
+        close(strategy)
     return seen
 
 
@@ -155,6 +166,24 @@ JUDGED: tuple[list[str], ...] = (["a", "bcd", "e" * 9], [])
 def text_rollout(text: str) -> Rollout:
     """A rollout of which a reward model reads the text."""
     return Rollout(prompt="prompt ", response=text, prompt_ids=[5], response_ids=[7], engine_log_probs=[-1.0])
+
+
+def reloaded(me: Rank) -> list[list[str] | str]:
+    """What is there with the reference, what is said when it should come twice, and what is there without it."""
+    with shared_folder() as folder:
+        strategy = built(me, "--fsdp --engine_type hf --offload_models --adam_offload", folder).strategy
+        memory, reference = strategy.memory, strategy.roles["reference"]
+        assert memory is not None
+        strategy.reload_model(reference)
+        found: list[list[str] | str] = [sorted(memory.present)]
+        try:
+            strategy.reload_model(reference)
+        except wsync.MemoryStateError as error:
+            found.append(str(error))
+        strategy.offload_model()
+        found.append(sorted(memory.present))
+        close(strategy)
+    return found
 
 
 def diverged(me: Rank) -> str:

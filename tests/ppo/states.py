@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping
 from contextlib import nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from integrations.ppo.checkpoint import random_states
 from integrations.ppo.shards import shards
+from integrations.ppo.strategy.roles import Role
 from integrations.ppo.trainer import Trainer
 
 
@@ -20,14 +22,30 @@ def digest(trainer: Trainer) -> dict[str, str]:
     strategy.enter("train")
     for name, role in strategy.roles.items():
         with strategy.loaded(role) if role.optimizer is None else nullcontext():
-            held = shards(role.model)
-            parts[name] = _hash([*held, *(one for one in role.model.parameters() if not one.requires_grad)])
+            parts[name] = _hash(_weights(role))
         parts[f"{name} modes"] = [module.training for module in role.model.modules()]
         if role.optimizer is not None:
-            optimizer = getattr(role.optimizer, "optimizer", role.optimizer)  # of a DeepSpeed engine its own
-            parts[f"{name} optimizer"] = optimizer.state_dict()
+            parts[f"{name} optimizer"] = _optimizer_states(role)
             parts[f"{name} scheduler"] = role.scheduler.state_dict()
     return {name: _hash(part) for name, part in parts.items()}
+
+
+def _weights(role: Role) -> list[torch.Tensor]:
+    """Under ZeRO-3 whole ones: what fills up a rank's part of a small one is whatever was in memory."""
+    if not _is_deepspeed(role):
+        return [*shards(role.model), *(one for one in role.model.parameters() if not one.requires_grad)]
+    return [import_module("deepspeed.utils").safe_get_full_fp32_param(one) for one in role.model.parameters()]
+
+
+def _optimizer_states(role: Role) -> Any:
+    if not _is_deepspeed(role):
+        return role.optimizer.state_dict()
+    full = import_module("deepspeed.utils").safe_get_full_optimizer_state
+    return [full(one, kind) for one in role.model.parameters() for kind in ("exp_avg", "exp_avg_sq")]
+
+
+def _is_deepspeed(role: Role) -> bool:
+    return hasattr(role.model, "zero_optimization_stage")
 
 
 def _hash(value: Any) -> str:

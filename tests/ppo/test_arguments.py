@@ -35,6 +35,7 @@ def test_an_unknown_option_is_an_error() -> None:
         ("--ema_decay 1 --save_path x", "below 1"),
         ("--engine_type hf --engine_tp_size 2", "--engine_tp_size"),
         ("--sp_size 2 --packing_samples", "--packing_samples"),
+        ("--adam_offload --zero_stage 3", "FusedAdam"),
         ("--temperature 0", "above 0"),
         ("--micro_train_batch_size 0", "above 0"),
     ],

@@ -6,11 +6,12 @@ import pytest
 
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.strategy.phases import phases
-from tests.ppo.rank_steps import clipped_alone, diverged, trained, watched
+from tests.ppo.rank_steps import clipped_alone, diverged, reloaded, trained, watched
 from wsync.testing.ranks import run_ranks
 
 ENGINE = ["engine kv_cache", "engine weights"]
 MODELS = ["actor", "critic"]
+TRAINING = ["actor", "actor optimizer", "critic", "critic optimizer"]
 OPTIMIZERS = ["actor optimizer", "critic optimizer"]
 
 
@@ -36,8 +37,9 @@ def test_phases_by_options() -> None:
 
 
 @pytest.mark.slow
-def test_one_iteration() -> None:
-    options = "--fsdp --engine_type hf --steps 1 --offload_models --adam_offload"
+@pytest.mark.parametrize("sharding", ["--fsdp", "--zero_stage 2"])
+def test_one_iteration(sharding: str) -> None:
+    options = f"{sharding} --engine_type hf --steps 1 --offload_models --adam_offload"
     for seen in run_ranks(watched, 2, options, timeout_s=200):
         assert seen == [
             ("on_init_end", "score", MODELS),
@@ -45,6 +47,7 @@ def test_one_iteration() -> None:
             ("on_step_begin", "score", MODELS),
             ("on_sample_begin", "score", MODELS),
             ("on_sample_end", "score", MODELS),
+            ("backward", "train", TRAINING),
             ("on_step_end", "rollout", ENGINE),
             ("on_train_end", "rollout", ENGINE),
         ]
@@ -56,13 +59,20 @@ def test_one_iteration() -> None:
 )
 def test_offload_changes_no_bit(sharding: str) -> None:
     options = f"{sharding} --engine_type hf --steps 2"
+    leaving = "" if sharding == "--zero_stage 3" else "--adam_offload"
     stays, leaves = (
         run_ranks(trained, 2, f"{options} {more}", timeout_s=200)
-        for more in ("--disable_engine_sleep", "--offload_models --adam_offload")
+        for more in ("--disable_engine_sleep", f"--offload_models {leaving}")
     )
     for one, other in zip(stays, leaves, strict=True):
         assert one["after"] != one["before"]
         assert one["after"] == other["after"]
+
+
+@pytest.mark.slow
+def test_a_frozen_model_comes_and_goes() -> None:
+    for words in run_ranks(reloaded, 2, timeout_s=120):
+        assert words == [["actor", "critic", "reference"], "reference is in use; one at a time", ["actor", "critic"]]
 
 
 @pytest.mark.slow

@@ -160,9 +160,7 @@ class Strategy(ABC):
         """
         self.inference_engine = start_engine(args, checkpoint, self.device, self._engine_group)
         models = {role.name: role.model for role in self.trained}
-        optimizers = {
-            f"{role.name} optimizer": role.optimizer for role in self.trained if role.optimizer is not role.model
-        }
+        optimizers = {f"{role.name} optimizer": role.optimizer for role in self.trained}
         self.memory = wsync.MemoryManager(
             engine=self.inference_engine.handle,
             models=models,

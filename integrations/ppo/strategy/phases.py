@@ -15,7 +15,7 @@ def phases(
     Args:
         args: `disable_engine_sleep`, `offload_models` and `adam_offload` say who leaves at all.
         models: those that train, the actor first.
-        optimizers: their states, where they are not a part of the model.
+        optimizers: of these models.
         engine: whether this rank owns one. Ranks that do not need not name it.
     """
     tags = ENGINE if engine else ()
