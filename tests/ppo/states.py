@@ -32,20 +32,20 @@ def digest(trainer: Trainer) -> dict[str, str]:
 
 def _weights(role: Role) -> list[torch.Tensor]:
     """Under ZeRO-3 whole ones: what fills up a rank's part of a small one is whatever was in memory."""
-    if not _is_deepspeed(role):
+    if not _is_zero3(role):
         return [*shards(role.model), *(one for one in role.model.parameters() if not one.requires_grad)]
     return [import_module("deepspeed.utils").safe_get_full_fp32_param(one) for one in role.model.parameters()]
 
 
 def _optimizer_states(role: Role) -> Any:
-    if not _is_deepspeed(role):
-        return role.optimizer.state_dict()
-    full = import_module("deepspeed.utils").safe_get_full_optimizer_state
-    return [full(one, kind) for one in role.model.parameters() for kind in ("exp_avg", "exp_avg_sq")]
+    """Under ZeRO-3 they have the same filling, and the weights of the next step show them."""
+    if _is_zero3(role):
+        return None
+    return getattr(role.optimizer, "optimizer", role.optimizer).state_dict()  # of a DeepSpeed engine its own
 
 
-def _is_deepspeed(role: Role) -> bool:
-    return hasattr(role.model, "zero_optimization_stage")
+def _is_zero3(role: Role) -> bool:
+    return hasattr(role.model, "zero_optimization_stage") and role.model.zero_optimization_stage() == 3
 
 
 def _hash(value: Any) -> str:
