@@ -184,6 +184,31 @@ def test_a_state_dict_that_an_optimizer_loaded_while_it_was_away() -> None:
         states.restore(soon())
 
 
+def test_a_numpy_view_of_what_is_away() -> None:
+    """NumPy fixes the size of the storage, which is 0 then: this is told before anything moves."""
+    model = nn.Linear(4, 4)
+    resident = resident_for_model("actor", model, HostPool())
+    resident.release(soon())
+    model.weight.detach().numpy()
+    for _ in range(2):
+        with pytest.raises(
+            MemoryStateError, match="actor is away, and 1 of its 2 storages can no longer be given memory"
+        ):
+            resident.restore(soon())
+        assert not resident.present
+        assert storage_bytes(model) == 0
+
+
+def test_a_numpy_view_of_what_is_present() -> None:
+    model = nn.Linear(4, 4)
+    before = copies(model)
+    model.weight.detach().numpy()
+    resident = resident_for_model("actor", model, HostPool())
+    resident.release(soon())
+    resident.restore(soon())
+    assert same(tensors(model), before)
+
+
 def test_no_room_on_the_host() -> None:
     model, _ = made("large")
     before = copies(model)

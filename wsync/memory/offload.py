@@ -99,6 +99,13 @@ class Offload:
             for index, tensor in enumerate(inner_tensors(self._tensors()))
             if tensor.untyped_storage().nbytes() and tensor.untyped_storage()._cdata not in stayed
         ]
+        fixed = [entry for entry in self._away if not entry.storage.resizable()]
+        if fixed:
+            raise MemoryStateError(
+                f"{self.name} is away, and {len(fixed)} of its {len(self._away)} storages can no longer be given "
+                f"memory: something took a NumPy view of a tensor meanwhile, which fixes its size as it is then, at 0. "
+                f"Nothing was moved; take NumPy views of what is present, or of clones"
+            )
         filled += [f"a storage of {e.host.numel()} bytes" for e in self._away if e.storage.nbytes() and not filled]
         if filled:
             raise MemoryStateError(

@@ -1,0 +1,61 @@
+"""Models sharded by `fully_shard`, optimizers of PyTorch, checkpoints of torch.distributed.checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
+
+from integrations.ppo.strategy.base import Strategy
+from integrations.ppo.strategy.optimizers import adamw, scheduler
+from integrations.ppo.strategy.roles import Role
+
+
+class FSDPV2Strategy(Strategy):
+    """See `Strategy`."""
+
+    def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
+        """See `Strategy`."""
+        sharded = self.prepare_model(model.train())
+        optimizer = adamw(self.args, sharded, learning_rate)
+        role = Role(name=name, model=sharded, optimizer=optimizer, scheduler=scheduler(self.args, optimizer))
+        self.roles[name] = role
+        return role
+
+    def backward(self, loss: torch.Tensor, role: Role) -> None:
+        """See `Strategy`."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def optimizer_step(self, role: Role) -> float:
+        """See `Strategy`."""
+        norm = nn.utils.clip_grad_norm_(role.model.parameters(), self.args.max_norm)
+        role.optimizer.step()
+        role.scheduler.step()
+        role.optimizer.zero_grad()
+        return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+
+    def save_ckpt(self, folder: Path) -> None:
+        """See `Strategy`."""
+        save(self._state(), checkpoint_id=folder)
+
+    def load_ckpt(self, folder: Path) -> None:
+        """See `Strategy`."""
+        state = self._state()
+        load(state, checkpoint_id=folder)
+        for role in self.trained:
+            saved = state[role.name]
+            set_state_dict(
+                role.model, role.optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
+            )
+            role.scheduler.load_state_dict(saved["scheduler"])
+
+    def _state(self) -> dict[str, Any]:
+        found = {}
+        for role in self.trained:
+            model, optimizer = get_state_dict(role.model, role.optimizer)
+            found[role.name] = {"model": model, "optimizer": optimizer, "scheduler": role.scheduler.state_dict()}
+        return found

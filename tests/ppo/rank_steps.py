@@ -1,0 +1,306 @@
+"""What the tests have two ranks do."""
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import wsync
+from integrations.ppo.arguments import Arguments, parse
+from integrations.ppo.engines import start_engine
+from integrations.ppo.engines.base import Completion, SamplingParams
+from integrations.ppo.experience import Rollout
+from integrations.ppo.export import export
+from integrations.ppo.groups import EngineGroup
+from integrations.ppo.monitor import Monitor
+from integrations.ppo.shards import shards
+from integrations.ppo.strategy import get_strategy
+from integrations.ppo.strategy.roles import Role
+from integrations.ppo.train import build, close, shared_folder
+from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
+from tests.ppo.jobs import SMALL
+from tests.ppo.states import digest
+from wsync.testing.launched import as_under_torchrun
+from wsync.testing.ranks import Rank
+
+Facts = dict[str, Any]
+
+
+def arguments(options: str) -> Arguments:
+    """Of a small run."""
+    return parse([*SMALL.split(), *options.split()])
+
+
+def built(me: Rank, options: str, folder: Path) -> Trainer:
+    """A trainer on this rank, whose own random states differ from those of others."""
+    as_under_torchrun(me)
+    torch.manual_seed(me.rank)
+    random.seed(me.rank)
+    return build(arguments(options), folder)
+
+
+def trained(me: Rank, options: str) -> Facts:
+    """Run to the end: the state before and after, and what an evaluation says then."""
+    with shared_folder() as folder:
+        trainer = built(me, options, folder)
+        facts: Facts = {"first step": trainer.step, "before": digest(trainer)}
+        trainer.fit()
+        facts |= {"after": digest(trainer), "numbers": trainer.evaluate()}
+        close(trainer.strategy)
+    return facts
+
+
+def evaluated(me: Rank, options: str) -> Facts:
+    """Train a step, evaluate twice."""
+    with shared_folder() as folder:
+        trainer = built(me, options, folder)
+        trainer.fit()
+        facts: Facts = {"before": digest(trainer)}
+        facts["numbers"] = trainer.evaluate()
+        facts["after"] = digest(trainer)
+        facts["again"] = trainer.evaluate()
+        facts["prompts"] = [trainer.evaluation[index].text for index in range(len(trainer.evaluation))]
+        close(trainer.strategy)
+    return facts
+
+
+def watched(me: Rank, options: str) -> list[tuple[str, str | None, list[str]]]:
+    """Run, and tell (hook, phase, what is on the device) of every hook in order, and of the first backward."""
+    seen: list[tuple[str, str | None, list[str]]] = []
+    base = get_trainer_cls("sync")
+
+    def watcher(name: str) -> Any:
+        def hook(self: Trainer) -> None:
+            getattr(base, name)(self)
+            memory = self.strategy.memory
+            assert memory is not None
+            seen.append((name, memory.phase, sorted(memory.present)))
+
+        return hook
+
+    hooks = {name: watcher(name) for name in dir(base) if name.startswith("on_")}
+    register_trainer("watched")(type("Watched", (base,), hooks))
+    with shared_folder() as folder:
+        trainer = built(me, f"{options} --trainer watched", folder)
+        strategy, memory = trainer.strategy, trainer.strategy.memory
+        assert memory is not None
+        backward = strategy.backward
+
+        def once(loss: torch.Tensor, role: Role) -> None:
+            if seen[-1][0] != "backward":
+                seen.append(("backward", memory.phase, sorted(memory.present)))
+            backward(loss, role)
+
+        strategy.backward = once  # type: ignore[method-assign]
+        trainer.fit()
+        close(strategy)
+    return seen
+
+
+def resumed_with(me: Rank, options: str) -> str:
+    """What a trainer says that is built with these."""
+    with shared_folder() as folder:
+        try:
+            built(me, options, folder)
+        except ValueError as error:
+            return str(error)
+    return "nothing"
+
+
+class Adder:
+    """An engine whose answer is the sum of the prompt and the rank that the seed belongs to."""
+
+    handle = None
+    batch = 0
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], params: SamplingParams
+    ) -> list[Completion]:
+        """See `InferenceEngine`."""
+        self.batch = len(prompts)
+        pairs = zip(prompts, seeds, strict=True)
+        return [Completion(token_ids=[sum(prompt), seed // 100], log_probs=[-1.0, -1.0]) for prompt, seed in pairs]
+
+    def close(self) -> None:
+        """See `InferenceEngine`."""
+
+
+def gathered(me: Rank) -> tuple[list[list[int]], list[list[int]], int]:
+    """(prompts of this rank, its answers, how many prompts its engine got)."""
+    strategy = get_strategy(arguments("--fsdp --engine_tp_size 2 --train_batch_size 64"))
+    strategy.inference_engine = adder = Adder()
+    asked = [[me.rank, 10 * index] for index in range((3, 1, 0, 5)[me.rank])]
+    params = SamplingParams(max_new_tokens=2, temperature=1.0, seed=100 * me.rank, stop_token_id=None)
+    answers = strategy.gather_and_generate(params, asked)
+    return asked, [answer.token_ids for answer in answers], adder.batch
+
+
+def judged(me: Rank, folders: list[str]) -> Facts:
+    """What reward models say about answers of which ranks have different numbers, and who was on the device then."""
+    with shared_folder() as folder:
+        trainer = built(
+            me, f"--fsdp --engine_type hf --offload_models --adam_offload --reward {' '.join(folders)}", folder
+        )
+        strategy = trainer.strategy
+        memory = strategy.memory
+        assert memory is not None
+        seen: list[list[str]] = []
+        for name, role in strategy.roles.items():
+            if name.startswith("reward"):
+                role.model.register_forward_pre_hook(lambda *_: seen.append(sorted(memory.present)))
+        strategy.enter("score")
+        rollouts = [text_rollout(text) for text in JUDGED[me.rank]]
+        said = trainer.maker.rewards(rollouts).tolist()
+        close(strategy)
+    return {"said": said, "seen": seen, "afterwards": sorted(memory.present)}
+
+
+JUDGED: tuple[list[str], ...] = (["a", "bcd", "e" * 9], [])
+"""Answers by rank."""
+
+
+def text_rollout(text: str) -> Rollout:
+    """A rollout of which a reward model reads the text."""
+    return Rollout(prompt="prompt ", response=text, prompt_ids=[5], response_ids=[7], engine_log_probs=[-1.0])
+
+
+def reloaded(me: Rank) -> list[list[str] | str]:
+    """What is there with the reference, what is said when it should come twice, and what is there without it."""
+    with shared_folder() as folder:
+        strategy = built(me, "--fsdp --engine_type hf --offload_models --adam_offload", folder).strategy
+        memory, reference = strategy.memory, strategy.roles["reference"]
+        assert memory is not None
+        strategy.reload_model(reference)
+        found: list[list[str] | str] = [sorted(memory.present)]
+        try:
+            strategy.reload_model(reference)
+        except wsync.MemoryStateError as error:
+            found.append(str(error))
+        strategy.offload_model()
+        found.append(sorted(memory.present))
+        close(strategy)
+    return found
+
+
+def diverged(me: Rank) -> str:
+    """One rank trains while the other one scores."""
+    with shared_folder() as folder:
+        trainer = built(me, "--fsdp --engine_type hf", folder)
+        try:
+            trainer.strategy.enter("score" if me.rank else "train")
+        except wsync.WsyncError as error:
+            return str(error)
+    return "nothing"
+
+
+def clipped_alone(me: Rank) -> tuple[float, float, float]:
+    """Both models have gradients. Norms: the critic's before and after the actor's step, and the actor's."""
+    with shared_folder() as folder:
+        strategy = built(me, "--fsdp --engine_type hf --max_norm 0.001 --adam_offload", folder).strategy
+        for _ in range(2):  # what is there already stays
+            strategy.maybe_load_optimizer()
+        actor, critic = strategy.roles["actor"], strategy.roles["critic"]
+        ids = torch.arange(3, 11)[None]
+        for role in (actor, critic):
+            strategy.backward(role.model(input_ids=ids).logits.square().mean(), role)
+        before = _norm(critic.model)
+        of_actor = strategy.optimizer_step(actor)
+        after = _norm(critic.model)
+        for _ in range(2):
+            strategy.maybe_offload_optimizer()
+        close(strategy)
+    return before, after, of_actor
+
+
+def _norm(model: torch.nn.Module) -> float:
+    """Of this rank's gradients."""
+    grads = [one.grad for one in model.parameters() if one.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return float(torch.stack([grad.norm() for grad in local]).norm())
+
+
+class Recorder(Monitor):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__("", 0, active=False)
+        self.lines: list[Mapping[str, float]] = []
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        """See `Monitor`."""
+        self.lines.append(numbers)
+
+
+def numbers(me: Rank, runs: Sequence[str]) -> list[list[Mapping[str, float]]]:
+    """What each of several runs logs."""
+    found = []
+    for options in runs:
+        with shared_folder() as folder:
+            trainer = built(me, options, folder)
+            trainer.monitor = recorder = Recorder()
+            trainer.fit()
+            close(trainer.strategy)
+        found.append(recorder.lines)
+    return found
+
+
+def averaged(me: Rank, options: str) -> Facts:
+    """A run with an average, and that average of full weights by hand, update by update."""
+    with shared_folder() as folder:
+        trainer = built(me, options, folder)
+        actor = trainer.strategy.roles["actor"].model
+        by_hand = [shard.clone() for shard in shards(actor)]
+        assert trainer.average is not None
+        update = trainer.average.update
+
+        def both() -> None:
+            update()
+            for mean, shard in zip(by_hand, shards(actor), strict=True):
+                mean.mul_(0.5).add_(shard, alpha=0.5)
+
+        trainer.average.update = both  # type: ignore[method-assign]
+        trainer.fit()
+        weights = [shard.clone() for shard in shards(actor)]
+        with trainer.average.swapped():
+            found = [shard.clone() for shard in shards(actor)]
+        back = all(torch.equal(one, two) for one, two in zip(weights, shards(actor), strict=True))
+        close(trainer.strategy)
+    return {
+        "equal": all(torch.allclose(one, two, atol=1e-6) for one, two in zip(by_hand, found, strict=True)),
+        "differs": any(not torch.equal(one, two) for one, two in zip(weights, found, strict=True)),
+        "back": back,
+    }
+
+
+def roles(me: Rank, runs: Sequence[str]) -> list[list[str]]:
+    """Which models each of several runs has."""
+    found = []
+    for options in runs:
+        with shared_folder() as folder:
+            strategy = built(me, options, folder).strategy
+            found.append(sorted(strategy.roles))
+            close(strategy)
+    return found
+
+
+def beside_fresh(me: Rank, options: str) -> Facts:
+    """After a sync: the engine beside one that was started on the same weights, from a checkpoint of the actor."""
+    with shared_folder() as folder:
+        trainer = built(me, options, folder)
+        trainer.fit()
+        strategy = trainer.strategy
+        saved = folder / "saved"
+        export(trainer.args, strategy, trainer.maker.tokenizer, saved)
+        dist.barrier()
+        fresh = start_engine(trainer.args, saved, strategy.device, EngineGroup(1))
+        params = SamplingParams(max_new_tokens=16, temperature=1.0, seed=7, stop_token_id=1)
+        prompts = [[40, 50, 60], [100 + me.rank], [70, 71]]
+        ours = strategy.gather_and_generate(params, prompts, sleep_engine=False)
+        theirs = fresh.generate(prompts, [7, 8, 9], params)
+        dtypes = {str(one.dtype) for one in strategy.roles["actor"].model.parameters()}
+        close(strategy)
+    return {"ours": ours, "theirs": theirs, "dtypes": dtypes}

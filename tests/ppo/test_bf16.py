@@ -1,0 +1,22 @@
+"""In bfloat16 actor and engine round in their own ways: right after a sync the engine is what a fresh one would be."""
+
+import pytest
+
+from tests.ppo.rank_steps import beside_fresh, numbers
+from wsync.testing.ranks import run_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["--fsdp", pytest.param("--zero_stage 2", marks=pytest.mark.matrix)])
+def test_an_engine_after_a_sync_is_a_fresh_one(sharding: str) -> None:
+    options = f"{sharding} --bf16 --engine_type hf --steps 1"
+    found = run_ranks(beside_fresh, 2, options, timeout_s=200)
+    for facts in found:
+        assert facts["ours"] == facts["theirs"]
+    assert found[0]["ours"][1] != found[1]["ours"][1]
+
+
+@pytest.mark.slow
+def test_the_actor_is_close() -> None:
+    for lines in run_ranks(numbers, 2, ["--fsdp --bf16 --engine_type hf --steps 2"], timeout_s=200)[0]:
+        assert [line["engine_gap"] for line in lines] == pytest.approx([0, 0], abs=0.05)

@@ -1,0 +1,21 @@
+"""Evaluation changes nothing, and its numbers are those of all ranks together."""
+
+from statistics import mean
+
+import pytest
+
+from tests.ppo.rank_steps import evaluated
+from wsync.testing.ranks import run_ranks
+
+
+@pytest.mark.slow
+def test_evaluation() -> None:
+    facts = run_ranks(
+        evaluated, 2, "--fsdp --engine_type hf --steps 1 --reward tests.ppo.rules:prompt_length", timeout_s=200
+    )
+    for one in facts:
+        assert one["after"] == one["before"]
+        assert one["numbers"] == facts[0]["numbers"]
+        assert one["again"] == one["numbers"], "it is greedy, and no weight moved"
+        assert len(one["prompts"]) % 2 == 1
+        assert one["numbers"]["eval_reward"] == pytest.approx(mean(map(len, one["prompts"])))

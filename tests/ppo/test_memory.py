@@ -1,0 +1,90 @@
+"""Who is on the device when: one iteration, hook by hook."""
+
+from typing import Any
+
+import pytest
+
+from integrations.ppo.arguments import Arguments
+from integrations.ppo.strategy.phases import phases
+from tests.ppo.rank_steps import clipped_alone, diverged, reloaded, trained, watched
+from wsync.testing.ranks import run_ranks
+
+ENGINE = ["engine kv_cache", "engine weights"]
+MODELS = ["actor", "critic"]
+TRAINING = ["actor", "actor optimizer", "critic", "critic optimizer"]
+OPTIMIZERS = ["actor optimizer", "critic optimizer"]
+
+
+def test_phases_by_options() -> None:
+    def of(**options: Any) -> dict[str, set[str]]:
+        found = phases(Arguments(**options), MODELS, OPTIMIZERS, engine=True)
+        return {name: set(residents) for name, residents in found.items()}
+
+    everything = {*ENGINE, *MODELS, *OPTIMIZERS}
+    assert of() == {
+        "rollout": everything,
+        "sync": everything - {"engine kv_cache"},
+        "score": everything - {*ENGINE},
+        "train": everything - {*ENGINE},
+    }
+    assert of(offload_models=True, adam_offload=True) == {
+        "rollout": {*ENGINE},
+        "sync": {"actor", "engine weights"},
+        "score": {*MODELS},
+        "train": {*MODELS, *OPTIMIZERS},
+    }
+    assert set(map(frozenset, of(disable_engine_sleep=True).values())) == {frozenset(everything)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["--fsdp", "--zero_stage 2"])
+def test_one_iteration(sharding: str) -> None:
+    options = f"{sharding} --engine_type hf --steps 1 --offload_models --adam_offload"
+    for seen in run_ranks(watched, 2, options, timeout_s=200):
+        assert seen == [
+            ("on_init_end", "score", MODELS),
+            ("on_train_begin", "score", MODELS),
+            ("on_step_begin", "score", MODELS),
+            ("on_sample_begin", "score", MODELS),
+            ("on_sample_end", "score", MODELS),
+            ("backward", "train", TRAINING),
+            ("on_step_end", "rollout", ENGINE),
+            ("on_train_end", "rollout", ENGINE),
+        ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "sharding", ["--fsdp", *(pytest.param(f"--zero_stage {stage}", marks=pytest.mark.matrix) for stage in (1, 2, 3))]
+)
+def test_offload_changes_no_bit(sharding: str) -> None:
+    options = f"{sharding} --engine_type hf --steps 2"
+    leaving = "" if sharding == "--zero_stage 3" else "--adam_offload"
+    stays, leaves = (
+        run_ranks(trained, 2, f"{options} {more}", timeout_s=200)
+        for more in ("--disable_engine_sleep", f"--offload_models {leaving}")
+    )
+    for one, other in zip(stays, leaves, strict=True):
+        assert one["after"] != one["before"]
+        assert one["after"] == other["after"]
+
+
+@pytest.mark.slow
+def test_a_frozen_model_comes_and_goes() -> None:
+    for words in run_ranks(reloaded, 2, timeout_s=120):
+        assert words == [["actor", "critic", "reference"], "reference is in use; one at a time", ["actor", "critic"]]
+
+
+@pytest.mark.slow
+def test_ranks_that_part_are_told_so() -> None:
+    for words in run_ranks(diverged, 2, timeout_s=120):
+        assert "trainer ranks enter different phases: ['train', 'score']" in words
+
+
+@pytest.mark.slow
+def test_a_step_leaves_the_other_model_alone() -> None:
+    """A trainer was seen to clip the critic's gradients with the actor's. Calls for optimizers need no partner."""
+    for before, after, of_actor in run_ranks(clipped_alone, 2, timeout_s=120):
+        assert before == after
+        assert before > 0.001
+        assert of_actor > 0.001, "nothing had to be clipped"

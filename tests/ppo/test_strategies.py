@@ -1,0 +1,57 @@
+"""Every way to shard trains in the same way, and neither micro-batches, packing nor chunks matter."""
+
+import pytest
+
+from tests.ppo.rank_steps import numbers
+from wsync.testing.ranks import run_ranks
+
+CHUNKS = "--fused_linear_logprob --chunk_size 7"
+LEAN = f"--packing_samples {CHUNKS}"
+
+SAME = (
+    "--fsdp",
+    "--zero_stage 1",
+    "--zero_stage 2",
+    "--zero_stage 3",
+    "--fsdp --micro_train_batch_size 4",
+    f"--fsdp {LEAN}",
+    f"--zero_stage 3 {LEAN}",
+)
+OTHER = (
+    "--fsdp --loss_agg_mode seq-mean-token-mean",
+    "--fsdp --entropy_coef 10",
+    "--fsdp --gamma 0.5",
+    "--fsdp --whiten_advantages",
+)
+COMPARED = ("reward", "kl", "policy_loss", "value_loss", "actor_grad_norm", "critic_grad_norm", "clip_fraction")
+
+
+@pytest.mark.slow
+def test_all_agree() -> None:
+    """Two iterations, of two epochs of two optimizer steps each: only rounding differs."""
+    runs = [f"--engine_type hf --steps 2 {options}" for options in (*SAME, *OTHER)]
+    found = run_ranks(numbers, 2, runs, timeout_s=300)[0]
+    for options, lines in zip(SAME, found, strict=False):
+        for line, first in zip(lines, found[0], strict=True):
+            for name in COMPARED:
+                assert line[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6), (options, name)
+    for options, lines in zip(OTHER, found[len(SAME) :], strict=True):
+        assert lines[0]["actor_grad_norm"] != pytest.approx(found[0][0]["actor_grad_norm"], rel=1e-3), options
+
+
+@pytest.mark.slow
+def test_slices_of_sequences() -> None:
+    """One optimizer step over all sequences, so that it does not matter which rank has which of them first."""
+    runs = [
+        f"--engine_type hf --steps 2 --max_epochs 1 --train_batch_size 64 {options}"
+        for options in (
+            "--fsdp",
+            "--fsdp --sp_size 2",
+            "--zero_stage 3 --sp_size 2 --fused_linear_logprob --chunk_size 7",
+        )
+    ]
+    found = run_ranks(numbers, 2, runs, timeout_s=300)[0]
+    for options, lines in zip(runs, found, strict=True):
+        for line, first in zip(lines, found[0], strict=True):
+            for name in COMPARED:
+                assert line[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6), (options, name)

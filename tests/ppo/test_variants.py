@@ -1,0 +1,46 @@
+"""Options that leave a part out, or put it elsewhere; prompts of one's own."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.ppo.rank_steps import numbers, roles
+from wsync.testing.ranks import run_ranks
+
+RUN = "--fsdp --engine_type hf --steps 2"
+
+
+@pytest.mark.slow
+def test_without_critic_or_reference() -> None:
+    """group_norm has no critic, a KL of zero no reference."""
+    group = f"{RUN} --advantage_estimator group_norm --n_samples_per_prompt 2 --rollout_batch_size 32"
+    runs = [RUN, group, f"{group} --init_kl_coef 0"]
+    wanted = [["actor", "critic", "reference"], ["actor", "reference"], ["actor"]]
+    assert run_ranks(roles, 2, runs, timeout_s=200) == [wanted, wanted]
+    found = run_ranks(numbers, 2, runs, timeout_s=200)[0]
+    assert ["value_loss" in lines[0] for lines in found] == [True, False, False]
+    assert [lines[1]["kl"] > 0 for lines in found] == [True, True, False]
+    assert all(line["actor_grad_norm"] > 0 for lines in found for line in lines)
+
+
+@pytest.mark.slow
+def test_kl_in_the_loss_or_in_the_reward() -> None:
+    """At first there is no KL: only the second iteration differs, and the coefficient adapts in the reward alone."""
+    options = ("", "--use_kl_loss --kl_estimator k3 --init_kl_coef 1", "--kl_target 0.001 --kl_horizon 100")
+    plain, loss, adaptive = run_ranks(numbers, 2, [f"{RUN} {some}" for some in options], timeout_s=200)[0]
+    assert plain[0]["reward"] == loss[0]["reward"] == adaptive[0]["reward"]
+    assert loss[1]["kl"] != plain[1]["kl"]
+    assert [line["kl_coef"] for line in plain] == [0.01, 0.01]
+    assert [line["kl_coef"] for line in adaptive] == pytest.approx([0.01, 0.01 * (1 - 0.2 * 64 / 100)])
+
+
+@pytest.mark.slow
+def test_prompts_and_labels_of_ones_own(tmp_path: Path) -> None:
+    """The reward sees the label of each prompt: each is its own, so that half of the answers' labels fit."""
+    file = tmp_path / "prompts.jsonl"
+    rows = [{"question": f"q{index}", "answer": f"q{index if index % 2 else 0}"} for index in range(1, 65)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = f"{RUN} --prompt_data {file} --input_key question --label_key answer --reward tests.ppo.rules:labelled"
+    for lines in run_ranks(numbers, 2, [options], timeout_s=200)[0]:
+        assert [line["reward"] for line in lines] == [0.5, 0.5]
