@@ -6,12 +6,14 @@ import weakref
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch.distributed.distributed_c10d import Store
 
 from wsync import registry
 from wsync.background import Background
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
+from wsync.device_work import order_after, queued
 from wsync.errors import ConfigError, MismatchError, PeerError
 from wsync.group import Group
 from wsync.memory.manager import MemoryManager
@@ -69,9 +71,18 @@ async def sync_async(
     version: int | None = None,
     memory: MemoryManager | None = None,
 ) -> SyncReport:
-    """`sync` for event loops: runs on a thread, the loop goes on. Do not touch the actor's weights until it returns."""
+    """`sync` for event loops: runs on a thread, the loop goes on. Do not touch the actor's weights until it returns.
+
+    What the caller has queued on its current stream of its current CUDA device comes before.
+    """
     settings = _settings(config)
-    return await asyncio.to_thread(lambda: _sync(actor, engine, settings, version, memory))
+    before = queued(_used_devices())
+
+    def behind() -> SyncReport:
+        order_after(before)  # a thread has streams of its own
+        return _sync(actor, engine, settings, version, memory)
+
+    return await asyncio.to_thread(behind)
 
 
 def connect(
@@ -137,6 +148,12 @@ def _settings(config: SyncConfig | None) -> SyncConfig:
     if config is not None and not isinstance(config, SyncConfig):
         raise ConfigError(f"config is a {type(config).__name__}; pass a wsync.SyncConfig")
     return config or SyncConfig()
+
+
+def _used_devices() -> list[torch.device]:
+    """The current CUDA device, if this process uses any."""
+    initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.device("cuda", torch.cuda.current_device())] if initialised else []
 
 
 def _on_event_loop() -> bool:

@@ -27,13 +27,14 @@ class Copies:
     left to torch, a view for each side: memories on several devices, dtypes that the kernel does not convert.
     """
 
-    def __init__(self, pairs: Sequence[Pair], *, over_link: bool = False) -> None:
+    def __init__(self, pairs: Sequence[Pair], *, device: torch.device | None = None, over_link: bool = False) -> None:
         """Args:
         pairs: what is copied.
-        over_link: whether sources lie on other devices than the targets, whose device can read them; such copies leave
-            most of that device to others.
+        device: that copies, of the targets, which can read whatever `pairs` name. None: that of all memories, if it is
+            only one.
+        over_link: whether sources lie on other devices: such copies leave most of `device` to others.
         """
-        self._pairs, self._over_link = tuple(pairs), over_link
+        self._pairs, self._fixed, self._over_link = tuple(pairs), device, over_link
         self._launches: Launches | None = None
         self._device: torch.device | None = None
         self._host: tuple[Sequence[WholeCopies], Sequence[Pair]] | None = None
@@ -60,7 +61,7 @@ class Copies:
             missed = [pair for whole in wholes if not whole.run(sources, targets) for pair in whole.pairs]
             copy_views([*others, *missed], sources, targets)
             return
-        device = _only_device(targets) if self._over_link else _only_device(sources, targets)
+        device = self._fixed or _only_device(sources, targets)
         if device is None or device.type != "cuda":
             copy_views(self._pairs, sources, targets)
         else:

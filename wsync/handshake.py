@@ -71,10 +71,13 @@ def connect_ranks(
 
     def greeting() -> Mapping[str, object]:
         names = [engine.name for engine in engines]
-        return {"settings": settings, "engines": names, "specs": producer.metadata(), "token": uuid.uuid4().hex}
+        specs = producer.metadata()  # after it the device is known
+        token, device = uuid.uuid4().hex, producer.device.type
+        return {"settings": settings, "engines": names, "specs": specs, "token": token, "device": device}
 
     greetings = cast("Sequence[Mapping[str, Any]]", group.gather("connect", greeting, Deadline.after(config.timeout_s)))
     engines_by_rank = _check_greetings(greetings)
+    devices = {str(greeting["device"]) for greeting in greetings}
     specs = merge_specs([greeting["specs"] for greeting in greetings])
     replicas, spread = _describe_all(specs, engines, group, config)
     try:
@@ -106,12 +109,14 @@ def connect_ranks(
     else:
         choices = group.local("choose a transport", choosing, patience)
         plan, buckets_because = agree_in_place(producer, wanted, choices, senders, group, config)
-        if plan is None and config.path == "auto" and config.transport == "auto" and producer.device.type != "cpu":
+        if plan is None and config.path == "auto" and config.transport == "auto" and devices == {"cuda"}:
             plan, reason = pulling()
             buckets_because = f"{buckets_because}, and cannot be pulled: {reason}" if reason else ""
         if plan is None:
             in_buckets = plan = Plan.pack(wanted, config.bucket_bytes)
             group.local("prepare", lambda: producer.prepare(in_buckets, senders, group), patience)
+    if "cuda" in devices:
+        _check_gathers(plan.sent, senders, buckets_because)
     return Agreement(
         plan=plan,
         buckets_because=buckets_because,
@@ -154,6 +159,22 @@ def agree_in_place(
         if not any(reasons):
             return plan, ""
     return None, next(str(reason) for reason in reasons if reason)
+
+
+def _check_gathers(sent: Plan, senders: Sequence[int], because: str) -> None:
+    """Raise `UnsupportedError` if some sender lacks a part of what travels: on GPUs nothing is gathered."""
+    travels = {meta.name for bucket in sent.buckets for meta in bucket.tensors}
+    apart = []
+    for spec in sent.specs:
+        whole = {owner.rank for owner in spec.owners if owner.region.numel == spec.numel}
+        if spec.name in travels and spec.numel and not whole.issuperset(senders):
+            apart.append(spec.name)
+    if apart:
+        why = f" because {because}" if because else ""
+        raise UnsupportedError(
+            f"{first_five(apart)} would have to travel in buckets{why}; they lie in parts on GPUs of several ranks, "
+            f"and such parts are pulled, not gathered, in this version"
+        )
 
 
 def _refuse_in_place(producer: Producer, choices: Sequence[Choice], config: SyncConfig) -> str:

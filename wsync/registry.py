@@ -62,7 +62,7 @@ _TRANSPORTS = (
     _Entry(
         name="cuda_ipc",
         target="wsync.transports.cuda_ipc:CudaIpcTransport",
-        serves="processes of one host, all weights on one CUDA device",
+        serves="processes of one host, weights on one CUDA device or on devices that read each other",
         extra="cuda",
     ),
     _Entry(

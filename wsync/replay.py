@@ -24,7 +24,7 @@ class Readable(Protocol):
     """A bucket that did not travel."""
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> int:
-        """Read all of it into live `targets`, and say how many bytes these were. It is there when this returns."""
+        """Read all of it into live `targets`, and say how many bytes these were. Queued on a device, else done then."""
         ...
 
 

@@ -26,6 +26,7 @@ import torch
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
 from wsync.errors import ClosedError, ConfigError, DigestError, EngineStateError, WsyncError, first_five
+from wsync.explain import explain
 from wsync.group import Group
 from wsync.handshake import Agreement, connect_ranks
 from wsync.lines import Line, open_lines
@@ -100,24 +101,7 @@ class Session:
 
     def explain(self) -> str:
         """What was agreed at connect: plan, transport and why not the others, how tensors are loaded."""
-        agreement = self._agreement
-        plan = agreement.plan
-        text = [
-            f"{len(plan.specs)} tensors, {plan.nbytes} bytes, in {len(plan.buckets)} bucket(s) "
-            f"of at most {plan.bucket_bytes} bytes",
-            f"in buckets, because {why}" if (why := agreement.buckets_because) else "read where the trainer has it",
-            *([f"pulled: {len(plan.pulled.tensors)} of them, by every worker from the ranks"] if plan.pulled else []),
-            f"rank {self._group.rank} of {self._group.world_size}; senders: ranks {list(agreement.senders)}",
-            *(f"engine: {name}" for name in agreement.engines),
-        ]
-        for engine, choice in zip(self.engines, agreement.choices, strict=bool(agreement.choices)):
-            text.append(f"{engine.name}: {choice.explain()}")
-        for manifest in agreement.manifests:
-            text.append(f"worker: {manifest.replayed} tensors copied by plan ({manifest.verified})")
-            text += _through_loader(manifest.through_loader)
-        if agreement.left_out:
-            text.append(f"not wanted by any engine: {first_five(agreement.left_out)}")
-        return "\n".join(text)
+        return explain(self._agreement, self.engines, self._group)
 
     @property
     def slot_bytes(self) -> int:
@@ -135,13 +119,19 @@ class Session:
     def release_slots(self) -> None:
         """*Collective.* Give slots and sockets back until the next sync, which connects them afresh.
 
-        When it returns no worker has memory of this rank mapped: freed, it is free.
+        When it returns no worker has memory of any rank mapped: freed, it is free.
+
+        Raises `RankError` if another rank did not call.
         """
-        self._unmap()
+        self._group.enter()
+        self._group.local("release", self._unmap, self._deadline())
         self._detach()
 
     def close(self) -> None:
-        """Release slots, sockets and the communicator. The engines stay as they are. Never raises."""
+        """Release slots, sockets and the communicator. The engines stay as they are. Never raises.
+
+        Local: workers of another rank's engines may have memory of this one mapped until that rank has closed too.
+        """
         if not self._closed:
             self._closed = True
             self._unmap()
@@ -240,8 +230,9 @@ class Session:
             error = self._send(bucket, error, watch)
         with watch.stage("drain"):
             confirmed = group.gather("drain", lambda: self._drain(error), self._patience())
+        results: list[Sequence[Loaded]] = []
         with watch.stage("load"):
-            results = group.local("load", self._join, self._patience())
+            confirmed += group.gather("load", lambda: self._join(results), self._patience())
         if not all(confirmed):
             raise _OutdatedError("the trainer replaced parameters since the last sync")
         if self.config.verify == "digest":
@@ -309,17 +300,22 @@ class Session:
         return None
 
     def _drain(self, error: BaseException | None) -> bool:
-        """Whether what was sent is what the trainer holds. Raises `error`, or what went wrong now."""
+        """Whether what was sent is what the trainer holds. Raises `error`, or what went wrong now.
+
+        Asked while the last of it is copied; of what is pulled, only once that was read or queued to be: see `_join`.
+        """
         if error is not None:
             raise error
         deadline = self._deadline()
         for line in self._lines:
             line.sender.drain(deadline)
-        return self._producer.confirm()
+        return self._ranks is not None or self._producer.confirm()
 
-    def _join(self) -> list[Sequence[Loaded]]:
+    def _join(self, results: list[Sequence[Loaded]]) -> bool:
+        """Add what each engine's workers say to `results`. Whether what was pulled is what the trainer holds."""
         deadline = self._deadline()
-        return [engine.join(deadline) for engine in self.engines]
+        results += [engine.join(deadline) for engine in self.engines]
+        return self._ranks is None or self._producer.confirm()
 
     def _compare_digests(self, results: Sequence[Sequence[Mapping[str, int]]]) -> None:
         names = [spec.name for spec in self._agreement.plan.specs]
@@ -346,12 +342,16 @@ class Session:
     def _give_up(self, attempt: str, error: BaseException) -> None:
         """Close the wires first, so that workers stop waiting; then see what each engine still holds. Never raises."""
         self._group.report("give up", error)
+        attached = [(engine, line.sender.ticket().address) for line in self._lines for engine in line.engines]
         self._detach()
         self._group.reset()
         reason, deadline = f"{type(error).__name__}: {error}", self._deadline()
         for engine in self.engines:
             # The halves of one replica must not end in different states: they would wait for each other for ever.
             engine.abort(attempt, reason, deadline, tear=engine.replica in self._agreement.spread)
+        for engine, address in attached:
+            with suppress(ReferenceError):
+                engine.close(address)  # nothing of the trainer's stays mapped
         for engine in self.engines:
             with suppress(WsyncError, ReferenceError):  # torn, or gone: it stays paused
                 engine.resume()
@@ -384,14 +384,3 @@ class _OutdatedError(WsyncError):
 
 def _reading(engine: Engine) -> float:
     return cast("PullingEngine", engine).read_seconds
-
-
-def _through_loader(reasons: Mapping[str, str]) -> list[str]:
-    """A line for each reason, with the tensors that have it."""
-    names: dict[str, list[str]] = {}
-    for name, why in reasons.items():
-        names.setdefault(why, []).append(name)
-    return [
-        f"  {len(those)} tensor(s) through the engine's own loader ({first_five(those)}): {why}"
-        for why, those in names.items()
-    ]

@@ -203,6 +203,7 @@ class Worker:
         steps = attachment.routine.steps[bucket.index]
         if attachment.sources is not None:
             attachment.sources.close()
+            attachment.sources = None
         attachment.sources = Sources(bucket, steps, exports, attachment.loader.endpoint())
         return {"seconds": watch.seconds}
 
@@ -288,7 +289,7 @@ class Worker:
         watch: Stopwatch,
     ) -> Arrivals:
         """Buckets as they come, each one only while the attempt is under way."""
-        buckets = iter(attachment.receiver.buckets(attachment.sent, deadline))
+        buckets, patience = iter(attachment.receiver.buckets(attachment.sent, deadline)), deadline
         while True:
             with watch.stage("wait"):
                 item = next(buckets, None)
@@ -299,9 +300,11 @@ class Worker:
                 digests.add(*item)
             yield item
             del item  # advancing releases the slot
+            patience = deadline.restart()
         if attachment.plan.pulled is not None:
             if attachment.sources is None:
                 raise EngineStateError("nobody said where the weights lie that are to be pulled")
+            patience.remaining("its turn to read the trainer's weights: they may be others by now")
             yield attachment.plan.pulled, attachment.sources
 
     def _fail(self, attachment: _Attachment, attempt: str, reason: str, deadline: Deadline) -> None:

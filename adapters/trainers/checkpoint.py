@@ -83,6 +83,11 @@ class CheckpointProducer(ShardedProducer):
         self._check_unchanged()
         super().stage(bucket, slot)
 
+    def confirm(self) -> bool:
+        """See `wsync.Producer`. Raises as `stage`: pulled, files are read without a word."""
+        self._check_unchanged()
+        return super().confirm()
+
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         tensors = mapped(self._folder)
         self._names = tensors.keys()

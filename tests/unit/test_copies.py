@@ -215,6 +215,25 @@ def test_a_large_tensor_is_cut_into_tiles_of_words() -> None:
     assert np.array_equal(table[:, 3] - table[:, 1], np.full(4, 16))
 
 
+def test_the_device_that_is_named_copies_whatever_else_is_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's list has memories of other devices, and empty ones, of which these copies name none."""
+    ran: list[torch.device] = []
+
+    class Kernel:
+        def run(self, *args: object) -> None:
+            """Nothing: there is no such device here."""
+
+    def on_device(self: Copies, device: torch.device) -> Kernel:
+        ran.append(device)
+        return Kernel()
+
+    monkeypatch.setattr(Copies, "_on_device", on_device)
+    place, device = Place(memory=1, dtype=torch.float32, region=Region.span(0, 8)), torch.device("cuda", 1)
+    memories = [torch.empty(0), torch.empty(8, device="meta")]
+    Copies([(place, place)], device=device).run(memories, memories)
+    assert ran == [device]
+
+
 def test_short_runs_share_tiles() -> None:
     """As a rank's rows of a weight that the engine cuts by columns."""
     pair = (

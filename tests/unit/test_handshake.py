@@ -1,6 +1,7 @@
 """What ranks and engines must agree on before a byte is moved, as pure functions."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ from torch import nn
 
 from wsync.adapters.trainers.module import ModuleProducer
 from wsync.config import SyncConfig
-from wsync.errors import MismatchError, ProtocolError
+from wsync.errors import MismatchError, ProtocolError, UnsupportedError
 from wsync.group import Group
-from wsync.handshake import agree_in_place, merge_specs, negotiate
+from wsync.handshake import _check_gathers, agree_in_place, merge_specs, negotiate
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.protocols import Manifest
 from wsync.regions import Region
@@ -138,6 +139,18 @@ def test_tensors_that_are_read_in_place_on_a_device_make_one_bucket(
         assert plan.in_place
         producer.open()
         assert [producer.references(bucket) is None for bucket in plan.buckets] == [False]
+
+
+def test_parts_on_gpus_are_refused_in_buckets_before_anything_moves() -> None:
+    whole, upper, lower = spec("whole", 0, 0, 4), spec("apart", 0, 0, 2), spec("apart", 1, 2, 2)
+    apart = replace(upper, owners=(*upper.owners, *lower.owners))
+    plan = Plan.pack([whole, apart], 4096)
+    _check_gathers(Plan.pack([whole], 4096), [0], "")
+    with pytest.raises(UnsupportedError, match=r"^apart would have to travel in buckets because verify"):
+        _check_gathers(plan, [0], "verify compares what arrives in buckets")
+    with pytest.raises(UnsupportedError, match=r"^whole, apart would have to travel in buckets;"):
+        _check_gathers(plan, [0, 1], "")
+    _check_gathers(Plan.pack([whole, apart], 4096, {"apart"}).sent, [0], "")
 
 
 class _Refuses(_OnDevice):

@@ -1,6 +1,8 @@
 """Who pulls what from whom, and who cannot: on plain data and in one process."""
 
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,12 @@ import wsync
 from wsync.adapters.trainers.module import ModuleProducer
 from wsync.bench.receiver import BareEngine
 from wsync.deadline import Deadline
-from wsync.errors import ProtocolError, UnsupportedError
+from wsync.errors import EngineStateError, MismatchError, ProtocolError, UnsupportedError
+from wsync.group import Group
 from wsync.plan import Plan, TensorSpec
 from wsync.protocols.pull import ExportingProducer, PullingEngine
 from wsync.pull.exports import Export, Probed, Share
+from wsync.pull.ranks import Ranks
 from wsync.pull.sources import Sources, unreadable
 from wsync.regions import Region
 from wsync.replay import Step
@@ -50,6 +54,25 @@ def test_files_of_a_checkpoint_are_read_where_they_are_mapped(tmp_path: Path) ->
     for _ in range(2):
         assert wsync.sync(str(tmp_path), engine, config=PULL).pulled_nbytes == 36 * 4
         assert all(torch.equal(engine.tensors[n], p) for n, p in actor.named_parameters())
+
+
+def test_a_checkpoint_that_is_written_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = Linear()
+    engine, file = engine_for(actor), tmp_path / "model.safetensors"
+    save_file({name: p.detach() for name, p in actor.named_parameters()}, file)
+    with wsync.connect(str(tmp_path), engine, config=PULL) as session:
+        session.sync()
+        read_into = Sources.read_into
+
+        def touched(self: Sources, targets: Mapping[str, torch.Tensor]) -> int:
+            os.utime(file, ns=(1, 1))
+            return read_into(self, targets)
+
+        monkeypatch.setattr(Sources, "read_into", touched)
+        with pytest.raises(MismatchError, match="was written while a sync read it"):
+            session.sync()
+        with pytest.raises(EngineStateError, match="no consistent version"):
+            engine.version()
 
 
 def test_a_worker_that_cannot_read_is_refused_before_anything_changes() -> None:
@@ -97,6 +120,94 @@ def test_an_update_without_exports_is_refused() -> None:
         with pytest.raises(wsync.PeerError, match="nobody said where the weights lie"):
             session.sync()
         assert engine.version() == 1
+
+
+@pytest.mark.parametrize("ending", ["release_slots", "close"])
+def test_after_a_failed_sync_workers_let_go_too(monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
+    closed: list[Sources] = []
+    close = Sources.close
+
+    def counted(self: Sources) -> None:
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(Sources, "close", counted)
+    actor = Linear()
+    engine = engine_for(actor)
+    session = wsync.connect(actor, engine, config=PULL)
+    session.sync()
+    with monkeypatch.context() as patch:
+        patch.setattr(Sources, "read_into", broken)
+        with pytest.raises(wsync.PeerError, match="the device failed"):
+            session.sync()
+    getattr(session, ending)()
+    assert len(closed) == 1
+    session.close()
+
+
+def broken(self: Sources, targets: object) -> int:
+    raise RuntimeError("the device failed")
+
+
+def test_a_worker_that_comes_too_late_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = Linear()
+    engine = engine_for(actor)
+    with wsync.connect(actor, engine, config=PULL) as session:
+        session.sync()
+        before = {name: tensor.clone() for name, tensor in engine.tensors.items()}
+        clock = time.monotonic
+        begin = engine.loader.begin
+
+        def late() -> None:
+            begin()
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 60.0)
+
+        monkeypatch.setattr(engine.loader, "begin", late)
+        with torch.no_grad():
+            actor.weight.add_(1)
+        with pytest.raises(wsync.WsyncError, match="its turn to read the trainer's weights"):
+            session.sync()
+        assert all(torch.equal(tensor, before[name]) for name, tensor in engine.tensors.items())
+
+
+class Store:
+    """A group in which a round may be missed."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, other: Export) -> None:
+        self.other: Export | None = other
+
+    def gather(self, phase: str, make: Callable[[], object], deadline: Deadline) -> list[object]:
+        return [make(), self.other]
+
+
+def test_what_another_rank_said_is_forgotten_with_the_session_s_workers() -> None:
+    """A rank that left the round alone must hear the others' addresses again: all of them forget when they attach."""
+    actor = Linear()
+    producer = ModuleProducer(actor)
+    plan = Plan.pack(producer.metadata(), 4096, {"weight", "bias"})
+    producer.prepare(plan, [0], Group(0, 1, None, 5.0))
+    producer.open()
+    assert plan.pulled is not None
+    group = Store(exported(1, [(Region.span(0, 4), torch.zeros(4))]))
+    ranks = Ranks(producer, plan.pulled, group)  # type: ignore[arg-type]
+    ranks.look(Deadline.after(5.0))
+    told: list[list[int]] = []
+    engine = engine_for(actor)
+
+    def take_exports(exports: Sequence[Export], deadline: Deadline) -> float:
+        told.append([one.rank for one in exports])
+        return 0.0
+
+    engine.take_exports = take_exports  # type: ignore[method-assign]
+    ranks.tell([engine], Deadline.after(5.0))
+    ranks.tell([engine], Deadline.after(5.0))
+    ranks.forget()
+    group.other = None
+    ranks.look(Deadline.after(5.0))
+    ranks.tell([engine], Deadline.after(5.0))
+    assert told == [[0, 1], [0]]
 
 
 def test_exports_without_a_plan_to_pull_are_refused() -> None:

@@ -86,7 +86,7 @@ def test_memories_are_mapped_on_the_device_that_reads(cuda: Runtime) -> None:
     values = memory(cuda)
     values.copy_(torch.arange(NBYTES, dtype=torch.uint8))
     export = replace(Exporter(0, DEVICE).export(shares_of(values[8:24])), endpoint=other(local_endpoint(DEVICE)))
-    memories = DeviceMemories([export], here)
+    memories = DeviceMemories([export], here, {0})
     assert cuda.opened_on == [1]
     [found] = memories._tensors
     assert torch.equal(found, values[8:24])
@@ -96,9 +96,21 @@ def test_memories_are_mapped_on_the_device_that_reads(cuda: Runtime) -> None:
     assert cuda.mapped == {}
 
 
+def test_only_what_is_needed_is_mapped(cuda: Runtime) -> None:
+    here, first, second = local_endpoint(DEVICE), memory(cuda), memory(cuda)
+    exports = [
+        replace(Exporter(rank, DEVICE).export(shares_of(tensor)), endpoint=other(local_endpoint(DEVICE)))
+        for rank, tensor in enumerate((first, second))
+    ]
+    memories = DeviceMemories(exports, here, {1})
+    assert list(cuda.mapped) == [second.data_ptr()]
+    assert [tensor.numel() for tensor in memories._tensors] == [0, NBYTES]
+    memories.close()
+
+
 def test_memory_of_this_process_is_not_mapped(cuda: Runtime) -> None:
     values = memory(cuda)
-    memories = DeviceMemories([Exporter(0, DEVICE).export(shares_of(values))], local_endpoint(DEVICE))
+    memories = DeviceMemories([Exporter(0, DEVICE).export(shares_of(values))], local_endpoint(DEVICE), {0})
     assert cuda.opened_on == []
     assert memories._tensors[0].data_ptr() == values.data_ptr()
 
@@ -124,14 +136,14 @@ def test_a_handle_that_is_none(cuda: Runtime, key: str) -> None:
         rank=0, endpoint=endpoint, segments=(Segment(key, 4096, 64),), addresses=(4096,), sizes=(64,), parts=()
     )
     with pytest.raises(ProtocolError, match="handle"):
-        DeviceMemories([bad], local_endpoint(DEVICE))
+        DeviceMemories([bad], local_endpoint(DEVICE), {0})
 
 
 def test_an_address_outside_of_all_segments(cuda: Runtime) -> None:
     values = memory(cuda)
     export = Exporter(0, DEVICE).export(shares_of(values))
     with pytest.raises(TransportError, match="in none of its allocations"):
-        DeviceMemories([replace(export, sizes=(NBYTES + 1,))], local_endpoint(DEVICE))
+        DeviceMemories([replace(export, sizes=(NBYTES + 1,))], local_endpoint(DEVICE), {0})
 
 
 def test_where_nothing_travels_nothing_can_be_sent() -> None:

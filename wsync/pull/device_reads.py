@@ -1,6 +1,8 @@
 """Strided copies out of device memory of other processes of this host, mapped over CUDA IPC, with the cast inside."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -19,10 +21,18 @@ from wsync.views import Pair, Place
 class DeviceMemories:
     """Memories of trainer ranks, mapped on the device that reads them. See `wsync.pull.sources.Memories`."""
 
-    def __init__(self, exports: Sequence[Export], reader: Endpoint) -> None:
-        """Raises `TransportError` if the driver refuses to map one."""
+    def __init__(self, exports: Sequence[Export], reader: Endpoint, needed: Collection[int]) -> None:
+        """Map what holds the memories of these numbers, counted over all exports.
+
+        Raises `TransportError` if the driver refuses to map one.
+        """
         self._device = device_of(reader.device)
-        self._tensors = [memory for one in exports for memory in _mapped(one, reader, self._device)]
+        firsts = accumulate((len(one.addresses) for one in exports), initial=0)
+        self._tensors = [
+            memory
+            for one, first in zip(exports, firsts, strict=False)
+            for memory in _mapped(one, reader, self._device, {number - first for number in needed})
+        ]
 
     def reads(self, pairs: Sequence[Pair]) -> "DeviceReads":
         """See `Memories`."""
@@ -44,10 +54,10 @@ class DeviceReads:
         """`pairs`: from places in `sources` to places in targets on `device`."""
         self.nbytes = sum(source.region.numel * source.dtype.itemsize for source, _ in pairs)
         self._sources, self._device = sources, device
-        far = [sources[source.memory].device != device for source, _ in pairs]
-        self._near = Copies([pair for pair, is_far in zip(pairs, far, strict=True) if not is_far])
-        self._far = Copies([pair for pair, is_far in zip(pairs, far, strict=True) if is_far], over_link=True)
-        self._any_far = any(far)
+        far = [pair for pair in pairs if sources[pair[0].memory].device != device]
+        near = [pair for pair in pairs if sources[pair[0].memory].device == device]
+        self._near, self._far = Copies(near, device=device), Copies(far, device=device, over_link=True)
+        self._any_far = bool(far)
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         make = cast("Any", torch.cuda.Event)
         self._begin, self._end = make(enable_timing=True), make(enable_timing=True)
@@ -56,12 +66,14 @@ class DeviceReads:
         """Read, before all that is queued on the current stream afterwards."""
         stream, keys = torch.cuda.current_stream(self._device), (self, key)  # sources never move
         self._begin.record(stream)
-        if self._any_far:  # first: the device begins no program of a later launch while one of this waits for its turn
-            self._side.wait_stream(stream)
-            with torch.cuda.stream(self._side):
-                self._far.run(self._sources, targets, keys)
-        self._near.run(self._sources, targets, keys)
-        stream.wait_stream(self._side)
+        try:
+            if self._any_far:  # first: the device begins no program of a later launch while one of this waits
+                self._side.wait_stream(stream)
+                with torch.cuda.stream(self._side):
+                    self._far.run(self._sources, targets, keys)
+            self._near.run(self._sources, targets, keys)
+        finally:
+            stream.wait_stream(self._side)
         self._end.record(stream)
 
     @property
@@ -81,21 +93,24 @@ def read(probe: Probe, reader: Endpoint) -> bytes:
     return found.cpu().numpy().tobytes()
 
 
-def _mapped(export: Export, reader: Endpoint, device: torch.device) -> list[torch.Tensor]:
-    """Each memory of one rank, uint8."""
-    segments = [(segment, _open(segment, export.endpoint, reader, device)) for segment in export.segments]
-    return [
-        _part(address, nbytes, segments) if nbytes else torch.empty(0, dtype=torch.uint8, device=device)
-        for address, nbytes in zip(export.addresses, export.sizes, strict=True)
-    ]
-
-
-def _part(address: int, nbytes: int, segments: Sequence[tuple[Segment, torch.Tensor]]) -> torch.Tensor:
-    for segment, memory in segments:
-        start = address - segment.start
-        if start >= 0 and start + nbytes <= segment.nbytes:
-            return memory[start : start + nbytes]
-    raise TransportError(f"a trainer rank exports {nbytes} bytes at {address:#x}, which is in none of its allocations")
+def _mapped(export: Export, reader: Endpoint, device: torch.device, needed: Collection[int]) -> Iterator[torch.Tensor]:
+    """Each memory of one rank, uint8; an empty tensor for those that are not needed."""
+    segments = sorted(export.segments, key=lambda segment: segment.start)
+    starts = [segment.start for segment in segments]
+    opened: dict[int, torch.Tensor] = {}
+    for number, (address, nbytes) in enumerate(zip(export.addresses, export.sizes, strict=True)):
+        if number not in needed or not nbytes:
+            yield torch.empty(0, dtype=torch.uint8)
+            continue
+        holding = bisect_right(starts, address) - 1
+        start = address - starts[holding]
+        if holding < 0 or start + nbytes > segments[holding].nbytes:
+            raise TransportError(
+                f"a trainer rank exports {nbytes} bytes at {address:#x}, which is in none of its allocations"
+            )
+        if holding not in opened:
+            opened[holding] = _open(segments[holding], export.endpoint, reader, device)
+        yield opened[holding][start : start + nbytes]
 
 
 def _open(segment: Segment, owner: Endpoint, reader: Endpoint, device: torch.device) -> torch.Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from wsync.errors import TransportError
 from wsync.regions import Region
 from wsync.topology import Endpoint, local_endpoint
 from wsync.traits import addresses
@@ -64,17 +65,20 @@ class Exporter:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         """`device`: where the rank's weights are."""
-        self._rank, self._endpoint = rank, local_endpoint(device)
+        self._rank, self._endpoint, self._where = rank, local_endpoint(device), device
         self._device = None if device.type == "cpu" else DeviceExporter(device)
         self._last: Export | None = None
 
     def export(self, shares: Shares) -> Export:
         """What other processes need to read `shares`: the same object as the last time if nothing has changed.
 
-        Raises `TransportError` for device memory that cannot be exported.
+        Raises `TransportError` for device memory that cannot be exported, or on another device than the others.
         """
         found, last = addresses(shares.memories), self._last
         if last is None or last.parts != shares.parts or not self._lies_at(found, last):
+            elsewhere = {memory.device for memory in shares.memories if memory.device.type != "cpu"} - {self._where}
+            if elsewhere:
+                raise TransportError(f"weights are on {sorted(map(str, elsewhere))}, and others on {self._where}")
             sizes = extents([part.place for part in shares.parts], len(found))
             starts = tuple(start if size else 0 for start, size in zip(found, sizes, strict=True))
             segments = () if self._device is None else dict.fromkeys(self._device.segments(list(filter(None, starts))))

@@ -51,5 +51,6 @@ class Ranks:
         return max(seconds, default=0.0)
 
     def forget(self) -> None:
-        """The workers know nothing any more."""
+        """*Collective.* The workers know nothing any more, nor do ranks of each other: some may have missed a round."""
+        self._known.clear()
         self._told = False

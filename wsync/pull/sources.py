@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from wsync.errors import ProtocolError, UnsupportedError, WsyncError
+from wsync.errors import ProtocolError, UnsupportedError
 from wsync.gather import aligned, without_overlaps
 from wsync.plan import Bucket
 from wsync.pull import device_reads, host_reads
@@ -78,7 +78,7 @@ class Sources:
         if reader.device == CPU.type:
             self._memories = HostMemories(exports)
         else:
-            self._memories = DeviceMemories(exports, reader)
+            self._memories = DeviceMemories(exports, reader, self._needed())
 
     @property
     def seconds(self) -> float:
@@ -100,6 +100,15 @@ class Sources:
     def close(self) -> None:
         """Let go of the ranks' memory, once nothing reads it any more."""
         self._memories.close()
+
+    def _needed(self) -> frozenset[int]:
+        """Numbers of the memories out of which anything is read."""
+        return frozenset(
+            place.memory
+            for step in self._steps
+            for elements, place in self._chosen[step.tensor]
+            if step.src.intersect(elements)
+        )
 
     def _pairs(self, step: Step, dtype: torch.dtype) -> list[Pair]:
         found, covered = list[Pair](), 0
@@ -168,7 +177,7 @@ def unreadable(probes: Sequence[Probe], reader: Endpoint) -> str:
             return f"{whose} is this very process, and the worker's weights are on {reader.device}"
         try:
             got = host_reads.read(foreign(probe)) if on_host else device_reads.read(probe, reader)
-        except WsyncError as error:
+        except Exception as error:  # whatever a driver or a compiler raises: then buckets serve
             return f"{whose}: {error}"
         if got != probe.value:
             return f"{whose} has another process id here: they are in different namespaces"

@@ -72,7 +72,7 @@ class End:
             self.changed.notify_all()
         for link in links:
             link.shutdown()
-        if self.listener is not None:
+        if self.listener not in (None, threading.current_thread()):  # which the garbage collector may run on
             self.listener.join(LEAVE_S)
         if self.mover is not None:
             self.mover.stop(LEAVE_S)

@@ -143,7 +143,8 @@ class Mover:
         """End, and give up what runs. Waits no longer than `timeout_s` seconds for a backend that cannot be ended."""
         self._until = -math.inf
         self._queue.put(None)
-        self._thread.join(timeout_s)
+        if self._thread is not threading.current_thread():  # which the garbage collector may run on
+            self._thread.join(timeout_s)
 
     def _run(
         self,

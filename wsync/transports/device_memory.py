@@ -83,15 +83,23 @@ def open_exported(
             raise TransportError(
                 f"another process's device memory cannot be mapped on {device}: {_name(code)}. {_CURE}"
             )
-    memory = _Memory(holder, address, nbytes, partial(_release, device, address, runtime.cudaIpcCloseMemHandle)).whole()
-    if memory.data_ptr() != address:
-        raise TransportError(f"torch shows a copy of memory of {holder} that was mapped on {device}")
-    return memory
+    return _shown(_Memory(holder, address, nbytes, partial(_release, device, address, runtime.cudaIpcCloseMemHandle)))
 
 
 def own_memory(device: torch.device, address: int, nbytes: int) -> torch.Tensor:
-    """Memory of this process on `device`, uint8 `[nbytes]`, whoever it belongs to: it must outlive the tensor."""
-    return _Memory(device, address, nbytes, None).whole()
+    """Memory of this process on `device`, uint8 `[nbytes]`, whoever it belongs to: it must outlive the tensor.
+
+    Raises `TransportError` if it is on another device.
+    """
+    return _shown(_Memory(device, address, nbytes, None))
+
+
+def _shown(memory: "_Memory") -> torch.Tensor:
+    """As a tensor. Of memory that is elsewhere torch would make a copy."""
+    tensor = memory.whole()
+    if tensor.data_ptr() != memory.address:
+        raise TransportError(f"memory at {memory.address:#x} is not on {tensor.device}")
+    return tensor
 
 
 def handle_bytes(handle: object) -> bytes:
@@ -170,7 +178,7 @@ class _Memory:
     """An address range that torch sees as tensors; released when the last of them is gone."""
 
     def __init__(self, device: torch.device, address: int, nbytes: int, release: Callable[[], object] | None) -> None:
-        self._device = device
+        self._device, self.address = device, address
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
