@@ -123,25 +123,6 @@ def test_on_a_running_loop_sync_names_sync_async_which_works() -> None:
     assert same(actor, engine)
 
 
-def test_what_the_caller_has_queued_comes_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread has streams of its own: it waits for an event of the caller's."""
-    said: list[tuple[str, object, int]] = []
-    actor, engine = Net(1), Net(2)
-
-    def queued(devices: Sequence[torch.device]) -> object:
-        said.append(("queued", tuple(devices), threading.get_ident()))
-        return "events"
-
-    monkeypatch.setattr(api, "queued", queued)
-    monkeypatch.setattr(api, "order_after", lambda events: said.append(("behind", events, threading.get_ident())))
-    monkeypatch.setattr(api, "_used_devices", lambda: [torch.device("cuda", 3)])
-    asyncio.run(wsync.sync_async(actor, engine))
-    assert same(actor, engine)
-    (first, devices, caller), (second, events, thread) = said
-    assert (first, devices, second, events) == ("queued", (torch.device("cuda", 3),), "behind", "events")
-    assert caller == threading.get_ident() != thread
-
-
 def test_the_loop_goes_on_during_sync_async() -> None:
     actor, engine = Net(1), Net(2)
     release = threading.Event()
