@@ -33,7 +33,7 @@ class FakeEngine(WorkerEngine):
             "read": [{"data": b"", "nbytes": 0, "dtype": torch.float32, "shape": (0,)}] * 2,
             "hello": [{"version": 0, "state": "serving", "endpoint": None}] * 2,
             "update": updates({"a": 1}, {"a": 2}),
-            "publish": [{}, {}],
+            "publish": [{"read_seconds": 0.0}, {"read_seconds": 0.0}],
             "abort": [{}, {}],
             "describe": [{"manifest": "m0"}, {"manifest": "m1"}],
             "attach": [{}, {}],
