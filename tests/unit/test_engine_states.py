@@ -298,7 +298,7 @@ def test_a_version_that_one_worker_may_have_taken_is_not_asked_for_again(engine:
     assert engine.last_version() == 1, "worker 0 took it"
     with pytest.raises(EngineStateError, match="given version 1; 1 is not newer"):
         engine.begin(1, "b", soon(), digest=False)
-    engine.answers["publish"] = [{}, {}]
+    engine.answers["publish"] = [{"read_seconds": 0.0}, {"read_seconds": 0.0}]
     engine.sync(2)
     assert (engine.version(), engine.last_version()) == (2, 2)
 
