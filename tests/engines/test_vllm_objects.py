@@ -232,7 +232,7 @@ class VLLMWorker:
     """vLLM's own worker, as far as the loader looks at it."""
 
     def __init__(self) -> None:
-        self.model = Held()
+        self.model, self.device = Held(), torch.device("cpu")
         self.model_config = SimpleNamespace(model="nowhere")
         self.load_config = SimpleNamespace(load_format="dummy")
         self.vllm_config = SimpleNamespace(lora_config=None)
