@@ -56,8 +56,8 @@ class DeviceReads:
         self._sources, self._device = sources, device
         far = [pair for pair in pairs if sources[pair[0].memory].device != device]
         near = [pair for pair in pairs if sources[pair[0].memory].device == device]
-        self._near, self._far = Copies(near, device=device), Copies(far, device=device, over_link=True)
-        self._any_far = bool(far)
+        self._near = Copies(near, device=device)
+        self._far = Copies(far, device=device, over_link=True) if far else None
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         make = cast("Any", torch.cuda.Event)
         self._begin, self._end = make(enable_timing=True), make(enable_timing=True)
@@ -67,7 +67,7 @@ class DeviceReads:
         stream, keys = torch.cuda.current_stream(self._device), (self, key)  # sources never move
         self._begin.record(stream)
         try:
-            if self._any_far:  # first: the device begins no program of a later launch while one of this waits
+            if self._far is not None:  # first: the device begins no program of a later launch while one of this waits
                 self._side.wait_stream(stream)
                 with torch.cuda.stream(self._side):
                     self._far.run(self._sources, targets, keys)

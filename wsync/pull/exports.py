@@ -15,7 +15,7 @@ from wsync.transports.device_memory import DeviceExporter, allocate
 from wsync.transports.references import Segment
 from wsync.views import Place, extents
 
-PROBE_BYTES = 64
+_PROBE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +116,13 @@ class Probed:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         """Raises `TransportError` if memory of `device` cannot be exported."""
-        value, segments = secrets.token_bytes(PROBE_BYTES), tuple[Segment, ...]()
+        value, segments = secrets.token_bytes(_PROBE_BYTES), tuple[Segment, ...]()
         if device.type == "cpu":
-            self._memory: object = ctypes.create_string_buffer(value, PROBE_BYTES)
+            self._memory: object = ctypes.create_string_buffer(value, _PROBE_BYTES)
             address = ctypes.addressof(self._memory)
         else:
-            handle, memory = allocate(device, PROBE_BYTES, 1)
-            memory[:PROBE_BYTES].copy_(torch.frombuffer(bytearray(value), dtype=torch.uint8))
+            handle, memory = allocate(device, _PROBE_BYTES, 1)
+            memory[:_PROBE_BYTES].copy_(torch.frombuffer(bytearray(value), dtype=torch.uint8))
             self._memory, address = memory, memory.data_ptr()
             segments = (Segment(handle.hex(), address, memory.numel()),)
         endpoint = local_endpoint(device)

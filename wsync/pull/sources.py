@@ -1,7 +1,7 @@
 """From which rank a worker reads what: each element from one of its holders, so that all of them have as much to do."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -68,8 +68,8 @@ class Sources:
         Raises `ProtocolError` if nobody has some element that is needed, `UnsupportedError` if parts overlap unevenly,
         `TransportError` if memory cannot be mapped.
         """
-        self._bucket, self._steps = bucket, steps
-        self._chosen = _choose(bucket, exports, reader)
+        chosen = _choose(bucket, exports, reader)
+        self._copies = [copy for step in steps for copy in _copies(step, bucket, chosen[step.tensor])]
         self._numbers: Mapping[str, int] = {
             name: number for number, name in enumerate(dict.fromkeys(step.target for step in steps))
         }
@@ -78,7 +78,7 @@ class Sources:
         if reader.device == CPU.type:
             self._memories = HostMemories(exports)
         else:
-            self._memories = DeviceMemories(exports, reader, self._needed())
+            self._memories = DeviceMemories(exports, reader, {source.memory for source, _, _ in self._copies})
 
     @property
     def seconds(self) -> float:
@@ -92,7 +92,10 @@ class Sources:
         """
         tensors = memories_of(targets, self._numbers)
         if self._reads is None:
-            pairs = [pair for step in self._steps for pair in self._pairs(step, targets[step.target].dtype)]
+            pairs = [
+                (source, Place(memory=self._numbers[name], dtype=targets[name].dtype, region=region))
+                for source, name, region in self._copies
+            ]
             self._reads = self._memories.reads(pairs)
         self._reads.run(tensors, key_of(targets))
         return self._reads.nbytes
@@ -101,32 +104,22 @@ class Sources:
         """Let go of the ranks' memory, once nothing reads it any more."""
         self._memories.close()
 
-    def _needed(self) -> frozenset[int]:
-        """Numbers of the memories out of which anything is read."""
-        return frozenset(
-            place.memory
-            for step in self._steps
-            for elements, place in self._chosen[step.tensor]
-            if step.src.intersect(elements)
-        )
 
-    def _pairs(self, step: Step, dtype: torch.dtype) -> list[Pair]:
-        found, covered = list[Pair](), 0
-        number = self._numbers[step.target]
-        for elements, place in self._chosen[step.tensor]:
-            shared = step.src.intersect(elements)
-            covered += sum(region.numel for region in shared)
-            pairs = aligned(
-                (there for region in shared for o in elements.locate(region) for there in place.region.select(o)),
-                (here for region in shared for o in step.src.locate(region) for here in step.dst.select(o)),
-            )
-            for there, here in pairs:
-                source = Place(memory=place.memory, dtype=place.dtype, region=there)
-                found.append((source, Place(memory=number, dtype=dtype, region=here)))
-        if covered != step.src.numel:
-            name = self._bucket.tensors[step.tensor].name
-            raise ProtocolError(f"of {name} {step.src.numel} elements are needed; ranks have {covered} of them")
-        return found
+def _copies(step: Step, bucket: Bucket, chosen: Sequence[tuple[Region, Place]]) -> Iterator[tuple[Place, str, Region]]:
+    """What `step` needs out of the places of its tensor: from where, to which target, and where in it."""
+    covered = 0
+    for elements, place in chosen:
+        shared = step.src.intersect(elements)
+        covered += sum(region.numel for region in shared)
+        pairs = aligned(
+            (there for region in shared for o in elements.locate(region) for there in place.region.select(o)),
+            (here for region in shared for o in step.src.locate(region) for here in step.dst.select(o)),
+        )
+        for there, here in pairs:
+            yield Place(memory=place.memory, dtype=place.dtype, region=there), step.target, here
+    if covered != step.src.numel:
+        name = bucket.tensors[step.tensor].name
+        raise ProtocolError(f"of {name} {step.src.numel} elements are needed; ranks have {covered} of them")
 
 
 def _choose(bucket: Bucket, exports: Sequence[Export], reader: Endpoint) -> Sequence[Sequence[tuple[Region, Place]]]:
@@ -176,7 +169,7 @@ def unreadable(probes: Sequence[Probe], reader: Endpoint) -> str:
         if not on_host and owner.process == reader.process and owner.device != reader.device:
             return f"{whose} is this very process, and the worker's weights are on {reader.device}"
         try:
-            got = host_reads.read(foreign(probe)) if on_host else device_reads.read(probe, reader)
+            got = host_reads.read(_foreign(probe)) if on_host else device_reads.read(probe, reader)
         except Exception as error:  # whatever a driver or a compiler raises: then buckets serve
             return f"{whose}: {error}"
         if got != probe.value:
@@ -184,6 +177,6 @@ def unreadable(probes: Sequence[Probe], reader: Endpoint) -> str:
     return ""
 
 
-def foreign(probe: Probe) -> Foreign:
+def _foreign(probe: Probe) -> Foreign:
     """Where its bytes lie."""
     return Foreign(probe.endpoint.pid, probe.address, len(probe.value))
