@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
 
 from tests.contract.test_transports_collective import Poisoned
 from wsync.deadline import Deadline
@@ -22,8 +21,8 @@ from wsync.testing.conformance import TRANSPORT_CHECKS
 from wsync.testing.samples import plan_of, tiny_tensors
 from wsync.topology import CPU
 from wsync.transports.collective import CollectiveTransport
-from wsync.transports.collective_group import Backend, Fact, Form, Key, Seat, allocate
-from wsync.transports.gloo import GlooBackend, host_store, join_store
+from wsync.transports.collective_group import Backend, Fact, Seat, allocate
+from wsync.transports.gloo import BoardStore, GlooBackend
 from wsync.transports.slots import SlotMemory
 
 
@@ -79,20 +78,11 @@ class LateBackend(GlooBackend):
     def memory(self, slot_bytes: int, num_slots: int, device: torch.device | None) -> SlotMemory:
         return LateSlots(allocate(slot_bytes, num_slots, CPU))
 
-    def invite(self, seat: Seat, memory: SlotMemory) -> tuple[Key, Form]:
-        store, port = host_store(seat.here, seat.timeout_s)
-        return port, partial(_form, lambda: store, seat, memory)
-
-    def join(self, key: Key, seat: Seat, memory: SlotMemory) -> Form:
-        assert isinstance(key, int)
-        return partial(_form, lambda: join_store(seat.sender, key, seat.timeout_s), seat, memory)
-
-
-def _form(reach: Callable[[], Any], seat: Seat, memory: SlotMemory, check: Callable[[], None]) -> LateGroup:
-    gloo: Any = dist.ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = [gloo.create_device(hostname=seat.here)]
-    return LateGroup(gloo(PrefixStore(seat.name, reach()), seat.rank, seat.size, options), memory)
+    def form(self, seat: Seat, memory: SlotMemory, check: Callable[[], None]) -> Any:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(hostname=seat.here)]
+        return LateGroup(gloo(BoardStore(seat, check), seat.rank, seat.size, options), memory)
 
 
 class Late(CollectiveTransport):

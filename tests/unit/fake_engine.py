@@ -17,7 +17,7 @@ ERROR = {"type": "ValueError", "message": "no room", "traceback": "Traceback: li
 
 
 class FakeEngine(WorkerEngine):
-    """Two workers. `answers[method]` are their replies, or an exception that the call raises."""
+    """Two workers. `answers[method]` are their replies, an exception that the call raises, or give these."""
 
     name = "fake"
 
@@ -46,6 +46,8 @@ class FakeEngine(WorkerEngine):
         if method == "update":
             assert self.hold.wait(30)
         answer = self.answers[method]
+        if callable(answer):
+            answer = answer()
         if isinstance(answer, Exception):
             raise answer
         return [wire.pack(reply if isinstance(reply, bytes) or "error" in reply else {"ok": reply}) for reply in answer]

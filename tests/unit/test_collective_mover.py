@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from wsync.plan import Plan
 from wsync.testing.samples import fill_slot, plan_of, tiny_tensors
 from wsync.transports import collective_group
 from wsync.transports.collective import CollectiveTransport
-from wsync.transports.collective_group import Backend, Form, Group, Key, Mover, Seat
+from wsync.transports.collective_group import Backend, Form, Group, Mover, Seat
 from wsync.transports.collective_receiver import CollectiveReceiver
 from wsync.transports.collective_sender import CollectiveSender
 from wsync.transports.gloo import GlooBackend
@@ -102,11 +103,8 @@ def test_a_group_that_nobody_joins_is_given_up() -> None:
 
 
 class StuckBackend(GlooBackend):
-    def invite(self, seat: Seat, memory: SlotMemory) -> tuple[Key, Form]:
-        return 0, lambda check: Stuck()
-
-    def join(self, key: Key, seat: Seat, memory: SlotMemory) -> Form:
-        return lambda check: Stuck()
+    def form(self, seat: Seat, memory: SlotMemory, check: Callable[[], None]) -> Any:
+        return Stuck()
 
 
 class StuckTransport(CollectiveTransport):

@@ -41,7 +41,7 @@ def test_ready_is_said_in_order_whoever_says_it() -> None:
     assert count > 1
     link: Any = Link()
     memory = SlotMemory([torch.empty(SLOT_BYTES, dtype=torch.uint8) for _ in plan.buckets])
-    end = ReceivingEnd(link, memory, lambda *args: None)  # type: ignore[arg-type]
+    end = ReceivingEnd(link, memory, 1, lambda seat: None)  # type: ignore[arg-type,return-value]
     moves: Any = Moves()
     end.plan, end.mover = plan, moves
     end.commits = [

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from wsync.errors import ConfigError, ProtocolError, SyncTimeout, TransportError, UnsupportedError
 from wsync.topology import CPU, Endpoint, Topology, local_endpoint
 from wsync.transports import nccl, nccl_library
+from wsync.transports.board import Board
 from wsync.transports.collective import NcclTransport
 from wsync.transports.collective_group import Seat
-from wsync.transports.nccl import NcclBackend
+from wsync.transports.nccl import NcclBackend, meet
 from wsync.transports.nccl_communicator import Communicator
 from wsync.transports.nccl_environment import ALIKE, differences, fingerprint
 from wsync.transports.nccl_library import IN_PROGRESS, KEY_BYTES, SUCCESS, Library
-from wsync.transports.slots import SlotMemory
 
 UUIDS = ("aaaa", "bbbb", "cccc")
 REMOTE_ERROR = 6
@@ -32,6 +32,9 @@ class FakeLibrary:
 
     def version(self) -> str:
         return "2.28.9"
+
+    def make_key(self) -> tuple[int, bytes]:
+        return SUCCESS, bytes(range(KEY_BYTES))
 
     def begin(self, key: bytes, rank: int, size: int) -> tuple[int, int]:
         self.called.append("begin")
@@ -161,11 +164,38 @@ def test_the_sender_s_device_is_no_receiver_s(devices: FakeLibrary) -> None:
         backend.compare(backend.facts(torch.device("cuda", 0)))
 
 
-@pytest.mark.parametrize("key", [29500, b"short"])
-def test_a_key_that_is_none_is_refused(key: int | bytes) -> None:
-    seat = Seat(name="a", rank=1, size=2, here="127.0.0.1", sender="127.0.0.1", timeout_s=1.0)
+def seats(*ranks: int) -> Sequence[Seat]:
+    """Of one group; what a board tells, all of them have."""
+    boards: list[Board] = []
+
+    def tell(key: str, value: bytes) -> None:
+        for board in boards:
+            board.put(key, value)
+
+    boards.extend(Board(tell) for _ in ranks)
+    return [
+        Seat(rank=rank, size=2, here="127.0.0.1", timeout_s=5.0, board=board)
+        for rank, board in zip(ranks, boards, strict=True)
+    ]
+
+
+def test_all_ranks_have_the_key_that_the_first_one_makes(devices: FakeLibrary) -> None:
+    first, second = seats(0, 1)
+    assert meet(first, lambda: None) == meet(second, lambda: None) == bytes(range(KEY_BYTES))
+
+
+def test_a_key_that_is_none_is_refused(devices: FakeLibrary) -> None:
+    first, second = seats(0, 1)
+    first.board.post("key", b"short")
     with pytest.raises(ProtocolError, match="no key of NCCL's"):
-        NcclBackend().join(key, seat, SlotMemory(()))
+        meet(second, lambda: None)
+
+
+def test_a_key_that_cannot_be_made_is_an_error(devices: FakeLibrary) -> None:
+    devices.make_key = lambda: (REMOTE_ERROR, b"")  # type: ignore[method-assign]
+    [first] = seats(0)
+    with pytest.raises(TransportError, match="no rank can be invited: code 6"):
+        meet(first, lambda: None)
 
 
 def communicator(library: FakeLibrary, check: Callable[[], None] = lambda: None) -> Communicator:

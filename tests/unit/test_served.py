@@ -128,7 +128,18 @@ def test_parts_end_in_the_same_state(engine: FakeEngine, served: Served) -> None
         remote.pause("wait", soon())
         remote.begin(1, "a", soon(), digest=True)
         remote.join(soon())
-        other.answers["publish"] = PeerError("gone")
+        published, guard = threading.Event(), engine.guard
+
+        def tell(reason: str | None) -> None:
+            guard(reason)
+            published.set()
+
+        def fail_later() -> PeerError:
+            assert published.wait(20)
+            return PeerError("gone")
+
+        engine.guard = tell  # type: ignore[method-assign]
+        other.answers["publish"] = fail_later
         with pytest.raises(PeerError, match="gone"):
             remote.finish(1, "a", soon())
         assert engine.version() == 1

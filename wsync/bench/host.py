@@ -5,7 +5,7 @@ and for looking at the bytes afterwards:
 
     ready                           -> address and secret of the served engine
     spoil, digests                  see `BareEngine`
-    group    port, timeout_s        form a gloo group with the asker
+    group    path, timeout_s        form a gloo group with the asker
     raw      sizes                  take broadcasts of so many bytes each, and throw them away
     each     names, how             for each name a message (name, shape, dtype), then the tensor: "broadcast" or
                                     "message"; every one is loaded and answered before the next
@@ -14,6 +14,7 @@ The answer is ("ok", value) or ("error", traceback). The process ends when its p
 """
 
 import multiprocessing as mp
+import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import FileStore
 
 import wsync
 from wsync.bench.cases import Shapes
@@ -28,10 +30,9 @@ from wsync.bench.ceilings import bytes_of
 from wsync.bench.receiver import BareEngine
 from wsync.bench.weights import ENGINE_SEED, random_tensors
 from wsync.errors import PeerError, SyncTimeout
-from wsync.transports.gloo import Broadcast, gloo_broadcast, host_store, join_store
+from wsync.transports.gloo import Broadcast, gloo_broadcast
 
 _LOOPBACK = "127.0.0.1"
-_GROUP = "bench"
 
 Pairs = Iterable[tuple[str, torch.Tensor]]
 
@@ -90,10 +91,11 @@ class Neighbour:
 
     def _joined(self) -> Broadcast:
         if self._broadcast is None:
-            store, port = host_store(_LOOPBACK, self._timeout_s)
-            self._tell("group", port, self._timeout_s)
-            self._broadcast = gloo_broadcast(store, _GROUP, 0, 2, _LOOPBACK, self._timeout_s)
-            self._hear("join a group")
+            with tempfile.TemporaryDirectory() as folder:
+                path = f"{folder}/store"
+                self._tell("group", path, self._timeout_s)
+                self._broadcast = gloo_broadcast(FileStore(path, 2), 0, 2, _LOOPBACK, self._timeout_s)
+                self._hear("join a group")
         return self._broadcast
 
     def _tell(self, op: str, *args: object) -> None:
@@ -159,8 +161,8 @@ class _Host:
         self._broadcast: Broadcast | None = None
         self.spoil, self.digests = engine.spoil, engine.digests
 
-    def group(self, port: int, timeout_s: float) -> None:
-        self._broadcast = gloo_broadcast(join_store(_LOOPBACK, port, timeout_s), _GROUP, 1, 2, _LOOPBACK, timeout_s)
+    def group(self, path: str, timeout_s: float) -> None:
+        self._broadcast = gloo_broadcast(FileStore(path, 2), 1, 2, _LOOPBACK, timeout_s)
 
     def raw(self, sizes: Sequence[int]) -> None:
         assert self._broadcast is not None

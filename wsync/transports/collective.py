@@ -1,7 +1,8 @@
 """Between processes of any hosts: buckets are broadcast in a group of wsync's own, of one sender and its receivers.
 
     sender --welcome(slots, facts)----------> every receiver     control: one TCP link each
-           --form(key of the group, size)---->
+           --form(size)---------------------->
+           <-post(key, value)---------------->                    what forms the group; the sender passes it on
            --commit(number, bucket, size)---->
            <--ready(number)------------------                    the size fits, the slot is free
            ===broadcast======================>                   data: the group
@@ -24,16 +25,15 @@ from wsync.deadline import Deadline
 from wsync.errors import PeerError, UnsupportedError
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
-from wsync.transports.collective_group import Backend, Form, Key, Seat
+from wsync.transports.collective_group import Backend
 from wsync.transports.collective_receiver import CollectiveReceiver, ReceivingEnd
 from wsync.transports.collective_sender import CollectiveSender, SendingEnd
-from wsync.transports.dial import address_parts
 from wsync.transports.gloo import GlooBackend
 from wsync.transports.link import address_of
 from wsync.transports.listener import Listener, connect, listen_at, new_ticket
 from wsync.transports.nccl import NcclBackend
 from wsync.transports.ring import Ring
-from wsync.transports.slots import SlotMemory, give_up
+from wsync.transports.slots import give_up
 
 
 class CollectiveTransport:
@@ -93,8 +93,9 @@ class CollectiveTransport:
                     memory = backend.memory(slot_bytes, num_slots, None)
                 case _:
                     raise PeerError("the sender did not say how large its slots are")
-            form = partial(_join, backend, memory, ticket.address, index + 1, link.host)
-            return CollectiveReceiver(ReceivingEnd(link, memory, form))
+            return CollectiveReceiver(
+                ReceivingEnd(link, memory, index + 1, lambda seat: partial(backend.form, seat, memory))
+            )
         except BaseException as error:
             give_up(link, f"{type(error).__name__}: {error}")
             link.close()
@@ -128,14 +129,6 @@ class HcclTransport(CollectiveTransport):
     def __init__(self, host: str = "127.0.0.1") -> None:
         """See `CollectiveTransport`."""
         super().__init__("hccl", host)
-
-
-def _join(
-    backend: Backend, memory: SlotMemory, address: str, rank: int, here: str, key: Key, size: int, timeout_s: float
-) -> Form:
-    sender = address_parts(address)[0]
-    seat = Seat(name=address, rank=rank, size=size, here=here, sender=sender, timeout_s=timeout_s)
-    return backend.join(key, seat, memory)
 
 
 _BACKENDS: Mapping[str, Backend] = {"gloo": GlooBackend(), "nccl": NcclBackend()}

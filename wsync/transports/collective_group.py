@@ -13,6 +13,7 @@ import torch
 
 from wsync.errors import TransportError
 from wsync.topology import Topology
+from wsync.transports.board import Board
 from wsync.transports.slots import SlotMemory
 
 LEAVE_S = 2.0
@@ -21,18 +22,12 @@ the reason, which comes over the link; and how long a broadcast may go on after 
 
 _LOOK_S = 1e-4
 
-Key = int | bytes
-"""What the sender tells its receivers, so that they find the group."""
-
 Fact = int | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """The place of one rank in a group that is to be formed."""
-
-    name: str
-    """Of the group, never used before."""
 
     rank: int
     """0 sends."""
@@ -43,11 +38,11 @@ class Seat:
     here: str
     """Address of this host at which the others reach it."""
 
-    sender: str
-    """Address of the sender's host."""
-
     timeout_s: float
     """Longest time, in seconds, for what the backend itself gives up in time."""
+
+    board: Board
+    """Where the ranks tell each other what they need to form it."""
 
 
 class Group(Protocol):
@@ -67,7 +62,7 @@ class Group(Protocol):
 
 
 Form = Callable[[Callable[[], None]], Group]
-"""Waits until all ranks are here. While it waits it calls what it is given, which raises if nobody wants the group."""
+"""`Backend.form` with a seat and slots."""
 
 
 class Backend(Protocol):
@@ -89,12 +84,11 @@ class Backend(Protocol):
         """Slots of this rank; None: on the device that is current. Raises `TransportError` if there is no memory."""
         ...
 
-    def invite(self, seat: Seat, memory: SlotMemory) -> tuple[Key, Form]:
-        """At the sender."""
-        ...
+    def form(self, seat: Seat, memory: SlotMemory, check: Callable[[], None]) -> Group:
+        """Wait until all ranks are here, on the thread that will use the group.
 
-    def join(self, key: Key, seat: Seat, memory: SlotMemory) -> Form:
-        """At a receiver. Raises `ProtocolError` if `key` is none of this backend's."""
+        While it waits it calls `check`, which raises if nobody wants the group.
+        """
         ...
 
 

@@ -8,16 +8,17 @@ import torch
 from wsync.deadline import Deadline
 from wsync.errors import ClosedError, PeerError, ProtocolError, TransportError, WsyncError
 from wsync.plan import Bucket, Plan
+from wsync.transports.board import Board
 from wsync.transports.collective_end import FRAME_TIMEOUT_S, End
-from wsync.transports.collective_group import Form, Key, Mover
+from wsync.transports.collective_group import Form, Mover, Seat
 from wsync.transports.link import Link
 from wsync.transports.ring import check_order
 from wsync.transports.slots import SlotMemory, give_up
 
 
 class ReceivingEnd(End):
-    def __init__(self, link: Link, memory: SlotMemory, form: Callable[[Key, int, float], Form]) -> None:
-        """`form` gets the key, the size and the patience, in seconds, of the group that the sender names."""
+    def __init__(self, link: Link, memory: SlotMemory, rank: int, form: Callable[[Seat], Form]) -> None:
+        """`form` gets the seat, whose rank is `rank`, as soon as the sender tells of the group."""
         super().__init__(memory)
         self.link = link
         self.gone = ""
@@ -27,7 +28,8 @@ class ReceivingEnd(End):
         self.commits: list[tuple[object, ...]] = []
         self.agreed = 0
         self.released = 0
-        self.form = form
+        self.rank, self.form = rank, form
+        self.board = Board(self._post)
         self.agreeing = threading.Lock()
 
     def heard(self) -> bool:
@@ -91,10 +93,16 @@ class ReceivingEnd(End):
         match frame:
             case ("commit", *commit) if len(commit) == 3 and len(self.commits) < len(self.memory.slots):
                 self.commits.append(tuple(commit))
-            case ("form", int() | bytes() as key, int(size), float(timeout_s)) if self.mover is None:
-                self.mover = Mover(self.form(key, size, timeout_s), self.begin, self.arrive, self.fail)
+            case ("form", int(size), float(timeout_s)) if self.mover is None:
+                seat = Seat(rank=self.rank, size=size, here=self.link.host, timeout_s=timeout_s, board=self.board)
+                self.mover = Mover(self.form(seat), self.begin, self.arrive, self.fail)
+            case ("post", str(key), bytes(value)):
+                self.board.put(key, value)
             case _:
                 raise ProtocolError(f"the sender sent an unexpected frame {str(frame[0])[:20]!r}")
+
+    def _post(self, key: str, value: bytes) -> None:
+        self.link.send(("post", key, value), Deadline.after(FRAME_TIMEOUT_S))
 
 
 class CollectiveReceiver:

@@ -1,14 +1,15 @@
 """The sender of a collective: slots, who is ready for which bucket, and what was broadcast."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from functools import partial
 
 import torch
 
 from wsync.deadline import Deadline
-from wsync.errors import ClosedError, PeerError, TransportError, UnsupportedError
+from wsync.errors import ClosedError, TransportError, UnsupportedError
 from wsync.plan import Bucket
 from wsync.protocols import Ticket
+from wsync.transports.board import Board
 from wsync.transports.collective_end import FRAME_TIMEOUT_S, End
 from wsync.transports.collective_group import Backend, Fact, Mover, Seat
 from wsync.transports.link import Link, wait_any
@@ -26,6 +27,8 @@ class SendingEnd(End):
         self.ready = [0] * len(ring.released)
         self.sizes: list[int] = []
         self.launched = 0
+        self.board = Board(self._post)
+        self.posts: list[tuple[str, bytes]] = []
 
     def heard(self) -> bool:
         return self.closed or self.receivers.lost
@@ -41,6 +44,9 @@ class SendingEnd(End):
             self.launch()
             self.hasten()
             self.changed.notify_all()
+            posts, self.posts = self.posts, []
+        for key, value in posts:
+            self.board.post(key, value)  # receivers hear each other through the sender
 
     def hasten(self) -> None:
         """A broadcast of which a receiver is gone may never end by itself. Call with `changed` held."""
@@ -68,8 +74,13 @@ class SendingEnd(End):
                 self.ready[index] += 1
             case ("release", int(number)):
                 self.ring.release(index, number)
+            case ("post", str(key), bytes(value)):
+                self.posts.append((key, value))
             case _:
                 raise unknown(index, frame)
+
+    def _post(self, key: str, value: bytes) -> None:
+        self.receivers.tell(("post", key, value), Deadline.after(FRAME_TIMEOUT_S))  # of losses the links tell
 
 
 class CollectiveSender:
@@ -112,6 +123,7 @@ class CollectiveSender:
     def acquire(self, deadline: Deadline) -> torch.Tensor:
         """See `wsync.Sender`."""
         end = self._end
+        end.hear()
         with end.changed:
             slot, count = end.ring.acquire()
             self._wait(count, end.receivers.links, deadline, lambda: end.begun)
@@ -137,7 +149,7 @@ class CollectiveSender:
         with end.changed:
             end.receivers.lose(lost)
             end.hasten()
-            end.check(end.receivers.links)
+            end.check(end.ring.behind(number + 1))  # whoever has released the last bucket may leave
 
     def hand_over(self, bucket: Bucket, tensors: Sequence[torch.Tensor]) -> None:
         """Not here: raises `UnsupportedError`."""
@@ -164,17 +176,13 @@ class CollectiveSender:
         self.close()
 
     def _meet(self, timeout_s: float) -> None:
-        """Tell the receivers where to meet, and form the group behind the caller's back."""
+        """Have the receivers form the group, behind the caller's back as here."""
         end = self._end
-        links = list(end.receivers.links.values())
-        size, host = len(links) + 1, self._host
-        seat = Seat(name=self.ticket().address, rank=0, size=size, here=host, sender=host, timeout_s=timeout_s)
-        key, form = self._backend.invite(seat, end.memory)
-        for link in links:
-            with suppress(PeerError):  # heard at the next wait
-                link.send(("form", key, size, float(timeout_s)), Deadline.after(FRAME_TIMEOUT_S))
+        size = len(end.receivers.links) + 1
+        end.receivers.tell(("form", size, float(timeout_s)), Deadline.after(FRAME_TIMEOUT_S))
+        seat = Seat(rank=0, size=size, here=self._host, timeout_s=timeout_s, board=end.board)
         with end.changed:
-            end.mover = Mover(form, end.begin, end.arrive, end.fail)
+            end.mover = Mover(partial(self._backend.form, seat, end.memory), end.begin, end.arrive, end.fail)
 
     def _wait(self, count: int, alive: Collection[int], deadline: Deadline, done: Callable[[], int]) -> None:
         """Until everybody has released `count` buckets, and `done()` of this end too. Call with `changed` held."""

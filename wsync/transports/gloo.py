@@ -5,46 +5,28 @@ cannot be interrupted when a peer dies in the middle of a message; it ends at th
 the thread that does, if the control channel says that the peer is gone.
 """
 
-import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import Store
 
-from wsync.errors import ProtocolError
+from wsync.deadline import Deadline
 from wsync.topology import CPU, Topology
-from wsync.transports.collective_group import Fact, Form, Key, Seat, allocate
-from wsync.transports.listener import listen_at
+from wsync.transports.collective_group import Fact, Seat, allocate
 from wsync.transports.slots import SlotMemory
 
 Broadcast = Callable[[torch.Tensor], None]
 """From rank 0 to all others; returns when this rank's part is done."""
 
 
-def host_store(host: str, timeout_s: float) -> tuple[Store, int]:
-    """A key-value store at a free port of `host`, bound to that address only, and the port."""
-    sock: socket.socket = listen_at(f"[{host}]:0")
-    port = int(sock.getsockname()[1])
-    patience = timedelta(seconds=timeout_s)
-    # The store owns the descriptor from here on. Left to itself it would listen on every address of this host.
-    return TCPStore(host, port, None, True, patience, False, master_listen_fd=sock.detach()), port
-
-
-def join_store(host: str, port: int, timeout_s: float) -> Store:
-    """The store that `host_store` made in another process."""
-    return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), False)
-
-
-def gloo_broadcast(store: Store, name: str, rank: int, size: int, host: str, timeout_s: float) -> Broadcast:
+def gloo_broadcast(store: Store, rank: int, size: int, host: str, timeout_s: float) -> Broadcast:
     """Form a group of `size` ranks and return its broadcast. Blocks until all of them are here.
 
     Args:
-        store: reached by all of them.
-        name: of this group, never used before in `store`.
+        store: reached by all of them, and used for nothing else.
         rank: this process; 0 sends.
         size: number of ranks.
         host: address of this host at which the others reach it.
@@ -54,7 +36,7 @@ def gloo_broadcast(store: Store, name: str, rank: int, size: int, host: str, tim
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout_s)
-    group = gloo(PrefixStore(name, store), rank, size, options)
+    group = gloo(store, rank, size, options)
     how = dist.BroadcastOptions()
     how.rootRank = 0
 
@@ -87,20 +69,27 @@ class GlooBackend:
         """See `Backend`. In host memory, wherever the weights are."""
         return SlotMemory(allocate(slot_bytes, num_slots, CPU))
 
-    def invite(self, seat: Seat, memory: SlotMemory) -> tuple[Key, Form]:
-        """See `Backend`. The key is the port of a store."""
-        store, port = host_store(seat.here, seat.timeout_s)
-        return port, partial(_form, lambda: store, seat)
-
-    def join(self, key: Key, seat: Seat, memory: SlotMemory) -> Form:
+    def form(self, seat: Seat, memory: SlotMemory, check: Callable[[], None]) -> "_Group":
         """See `Backend`."""
-        if not isinstance(key, int):
-            raise ProtocolError("the sender named no port where its group meets")
-        return partial(_form, lambda: join_store(seat.sender, key, seat.timeout_s), seat)
+        return _Group(gloo_broadcast(BoardStore(seat, check), seat.rank, seat.size, seat.here, seat.timeout_s))
 
 
-def _form(reach: Callable[[], Store], seat: Seat, check: Callable[[], None]) -> "_Group":
-    return _Group(gloo_broadcast(reach(), seat.name, seat.rank, seat.size, seat.here, seat.timeout_s))
+class BoardStore(Store):
+    """A board as gloo wants it. What `check` raises ends whatever waits for the other ranks."""
+
+    def __init__(self, seat: Seat, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._board, self._check, self._deadline = seat.board, check, Deadline.after(seat.timeout_s)
+
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+        self._board.post(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._board.read(key, self._deadline, self._check)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
 
 
 class _Group:

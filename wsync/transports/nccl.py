@@ -8,14 +8,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from wsync.deadline import Deadline
 from wsync.errors import ConfigError, ProtocolError, TransportError, UnsupportedError
 from wsync.topology import Topology
-from wsync.transports.collective_group import Fact, Form, Key, Seat, allocate
+from wsync.transports.collective_group import Fact, Seat, allocate
 from wsync.transports.device_slots import DeviceSlots
 from wsync.transports.nccl_communicator import Communicator
 from wsync.transports.nccl_environment import differences, fingerprint, forced_to_block
 from wsync.transports.nccl_library import KEY_BYTES, SUCCESS, load
 from wsync.transports.slots import SlotMemory
+
+_KEY = "key"
 
 
 class NcclBackend:
@@ -67,24 +70,24 @@ class NcclBackend:
         device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
         return DeviceSlots(allocate(slot_bytes, num_slots, device), device)
 
-    def invite(self, seat: Seat, memory: SlotMemory) -> tuple[Key, Form]:
-        """See `Backend`. The key is NCCL's own."""
+    def form(self, seat: Seat, memory: SlotMemory, check: Callable[[], None]) -> "_Group":
+        """See `Backend`. Raises `ProtocolError` if the sender posts no key of NCCL's."""
+        assert isinstance(memory, DeviceSlots)
+        torch.cuda.set_device(memory.stream.device)  # of this thread only, which is the mover's own
+        return _Group(Communicator(load(), meet(seat, check), seat.rank, seat.size, check), memory)
+
+
+def meet(seat: Seat, check: Callable[[], None]) -> bytes:
+    """The key of a communicator, which rank 0 makes for all."""
+    if seat.rank == 0:
         code, key = load().make_key()
         if code != SUCCESS:
             raise TransportError(f"NCCL: no rank can be invited: {load().words(code, 0)}")
-        return key, partial(_form, key, seat, memory)
-
-    def join(self, key: Key, seat: Seat, memory: SlotMemory) -> Form:
-        """See `Backend`."""
-        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            raise ProtocolError("the sender named no key of NCCL's")
-        return partial(_form, key, seat, memory)
-
-
-def _form(key: bytes, seat: Seat, memory: SlotMemory, check: Callable[[], None]) -> "_Group":
-    assert isinstance(memory, DeviceSlots)
-    torch.cuda.set_device(memory.stream.device)  # of this thread only, which is the mover's own
-    return _Group(Communicator(load(), key, seat.rank, seat.size, check), memory)
+        seat.board.post(_KEY, key)
+    key = seat.board.read(_KEY, Deadline.after(seat.timeout_s), check)
+    if len(key) != KEY_BYTES:
+        raise ProtocolError("the sender posted no key of NCCL's")
+    return key
 
 
 class _Group:

@@ -4,11 +4,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 
 import wsync
 from wsync.bench.gpu import engines, models
@@ -20,7 +22,6 @@ from wsync.bench.gpu.raw_peer import RawRank
 from wsync.bench.samples import Way
 from wsync.config import MIB
 from wsync.session import Session
-from wsync.transports.gloo import host_store
 
 RAW, PACKED, EACH = "bare broadcast", "nccl packed", "push each"
 
@@ -102,8 +103,8 @@ def _worlds(
 @contextmanager
 def _raw(nbytes: int) -> Iterator[Way]:
     """Bare broadcasts of `nbytes` to a process on the other GPU that does nothing else."""
-    store, port = host_store(LOOPBACK, _TIMEOUT_S)
-    with Far("wsync.bench.gpu.raw_peer", str(port)) as peer:
+    store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=_TIMEOUT_S), False)
+    with Far("wsync.bench.gpu.raw_peer", str(store.port)) as peer:
         rank = RawRank(store, 0)
         peer.hear()
 

@@ -6,17 +6,17 @@ python -m wsync.bench.gpu.raw_peer FD PORT
 import os
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from wsync.bench.gpu.far import LOOPBACK
 from wsync.bench.gpu.far_end import answer
 from wsync.memory.sizes import GIB
-from wsync.transports.gloo import join_store
 
 _TIMEOUT_S = 200.0
 
@@ -50,7 +50,7 @@ def sizes_of(nbytes: int) -> Sequence[int]:
 
 def main(fd: int, port: int) -> None:
     """Answer until the other side closes the pipe."""
-    answer(Connection(fd), RawRank(join_store(LOOPBACK, port, _TIMEOUT_S), 1))
+    answer(Connection(fd), RawRank(TCPStore(LOOPBACK, port, None, False, timedelta(seconds=_TIMEOUT_S), False), 1))
 
 
 if __name__ == "__main__":
