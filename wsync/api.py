@@ -172,12 +172,12 @@ def _session_of(actor: object, engine: object, config: SyncConfig) -> tuple[tupl
     known = found if found is not None and found.config == config and not found.closed else None
     rank, world_size, store = trainer_ranks(None, None, None)
     meeting = _meeting(rank, world_size, store, config.timeout_s)
-    number = meeting.enter()
+    meeting.enter()
     tokens = meeting.round("sync", known.token if known is not None else "", Deadline.after(config.timeout_s))
     if known is not None and set(tokens) == {known.token}:
         return key, known
     _drop(key)
-    group = group_of(rank, world_size, store, f"sync/{number}", config.timeout_s)
+    group = group_of(rank, world_size, store, f"sync/{meeting.call}", config.timeout_s)
     session = _connect(_weakly(actor, Producer), [_weakly(one, Engine) for one in engines], config, group)
     _sessions[key] = session
     if key not in _watched:

@@ -1,11 +1,11 @@
 """The trainer ranks of one session, talking among themselves and never on the trainer's own groups.
 
-Two channels. *Rounds* run over a key-value store: every rank posts one small message and reads everyone's, so a rank
-that failed, went another way or never came is known by name. *Data* runs over a communicator of wsync's own; if it
-breaks, the trainer's groups are untouched and the next sync builds a new one. Beside them lifelines, made by the first
-round, end every wait as soon as a rank dies.
+Two channels. *Rounds* run over links with rank 0: every rank posts one message and reads everyone's, so a rank that
+failed, went another way or never came is known by name. *Data* runs over a communicator of wsync's own; if it breaks,
+the trainer's groups are untouched and the next sync builds a new one. The links end every wait as soon as a rank dies.
 """
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,26 +19,29 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from wsync import wire
 from wsync.background import Background
 from wsync.deadline import Deadline
-from wsync.errors import ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError
-from wsync.lifelines import Lifelines
-from wsync.protocols import Ticket
+from wsync.errors import ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError, WsyncError
+from wsync.other_rank import OtherRank
+from wsync.rank_links import At, RankLinks
+from wsync.rank_zero import RankZero
 
 T = TypeVar("T")
-
-_STORE_VALUE_BYTES = 4 << 20
-"""Longer messages are cut: TCPStore drops a client that sends more than 8 MiB in one value."""
 
 _GRACE_S = 1.0
 """How much longer a transfer's own thread is waited for, so that its words come through."""
 
 
+_REPORT_S = 5.0
+"""How long somebody who reports a failure waits for rank 0, if the ranks have not met yet."""
+
+
 class Group:
-    """Host-side rounds over a key-value store, and a data communicator of wsync's own.
+    """Host-side rounds, and a data communicator of wsync's own.
 
     Attributes:
         rank: this trainer rank.
         world_size: number of trainer ranks; 1 makes every method local.
         timeout_s: longest wait, in seconds, for other ranks in one transfer.
+        call: number of the collective call; the same on every rank once a round of it has succeeded.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store | None, timeout_s: float) -> None:
@@ -47,24 +50,19 @@ class Group:
         self.world_size = world_size
         self._store = store
         self.timeout_s = timeout_s
-        self._epoch = 0
+        self.call = 0
         self._step = 0
-        self._previous_keys: list[str] = []
         self._data: dist.ProcessGroup | None = None
-        self._waits: Store | None = None
-        self._lifelines = Lifelines(rank, world_size)
-        weakref.finalize(self, self._lifelines.close).atexit = False  # an exit without close is a death to the others
+        self._links: RankLinks = OtherRank(rank, world_size) if rank else RankZero(world_size)
+        weakref.finalize(self, _close, self._links).atexit = False  # an exit without close is a death to the others
 
-    def enter(self) -> int:
-        """Begin the next collective call, and return its number.
+    def enter(self) -> None:
+        """Begin the next collective call. See `call`.
 
         A call that began without some rank is over for that rank too: it meets the others again in their next one.
         """
-        self._epoch += 1
+        self.call = max(self.call, self._links.over) + 1
         self._step = 0
-        while self.world_size > 1 and self._private_store().check([self._over(self._epoch)]):
-            self._epoch += 1
-        return self._epoch
 
     def round(self, phase: str, message: object, deadline: Deadline) -> list[object]:
         """Every rank's `message` (msgpack-able), by rank.
@@ -94,10 +92,11 @@ class Group:
         raise error
 
     def report(self, phase: str, error: BaseException) -> None:
-        """Post `error` in place of this rank's next message and wait for nobody. Never raises."""
+        """Post `error` in place of this rank's next message and wait for nobody's. Never raises."""
         if self.world_size > 1:
-            with suppress(RuntimeError, ProtocolError):  # the store is gone: the others find that out themselves
+            with suppress(RuntimeError, WsyncError):  # rank 0 or the store is gone: the others find that out themselves
                 self._post({"phase": phase, "message": None, "error": f"{type(error).__name__}: {error}"})
+                self._links.wait(self._links.delivered, _REPORT_S, len(self._links.lost))
 
     def transfer(
         self,
@@ -119,7 +118,7 @@ class Group:
         peers = sorted({peer for peer, _ in (*sends, *receives)})
         waiting_for = f"trainer ranks {peers}"
         sample = sends[0][1] if sends else receives[0][1]
-        current, store, name = self._data, self._private_store(), f"data/{self._epoch}"
+        current, store, name = self._data, self._private_store(), f"data/{self.call}"
 
         def move() -> dist.ProcessGroup:
             data = current or self._communicator(sample, store, name)
@@ -136,9 +135,9 @@ class Group:
         self._data = None
 
     def close(self) -> None:
-        """Drop the communicator. The last messages stay in the store: another rank may still be reading them."""
+        """Drop the communicator and hang up, once the others have heard what was posted."""
         self.reset()
-        self._lifelines.close()
+        self._links.close()
 
     def _reported(self, phase: str, make: Callable[[], T]) -> T:
         try:
@@ -150,69 +149,47 @@ class Group:
     def _exchange(self, phase: str, envelope: dict[str, object], deadline: Deadline) -> list[dict[str, object]]:
         if self.world_size == 1:
             return [envelope]
-        store = self._private_store()
-        step = self._step
-        if not (step or self.rank):
-            envelope["link"] = self._lifelines.invite(store)
-        mine = self._post(envelope)
-        heads = [self._key(step, rank) for rank in range(self.world_size)]
-        missing = self._wait(store, heads, deadline)
-        if missing:
-            error = self._absence(phase, missing, deadline)
-            if not step:
-                store.set(self._over(self._epoch), "")
-            self._step += 1
-            self.report(phase, error)
-            raise error
-        replies = [self._read(step, rank) for rank in range(self.world_size)]
-        self._forget()
-        self._previous_keys = mine
+        links = self._links
+        self._post(envelope)
+        while (messages := links.take(self._at)) is None:
+            if links.trouble:
+                raise RankError(f"rank {self.rank}: trainer rank 0 cannot be reached: {links.trouble}", [0])
+            if links.late(self._at):
+                self.enter()
+                self._post(envelope)
+            elif missing := self._missing(deadline):
+                error = self._absence(phase, missing, deadline)
+                if not self._step:
+                    links.give_over(self.call)
+                self._step += 1
+                self.report(phase, error)
+                raise error
         self._step += 1
-        invitation = replies[0].get("link")
-        if self.rank and isinstance(invitation, Ticket):
-            self._lifelines.join(invitation)
+        replies = [_opened(rank, message) for rank, message in enumerate(messages)]
         self._check(phase, replies)
         return replies
 
-    def _wait(self, store: Store, heads: Sequence[str], deadline: Deadline) -> list[int]:
-        """Wait for every rank's message. Returns the ranks whose message is missing at the deadline, or for ever."""
-        if not (missing := self._missing(store, heads)):
-            return []
-        # On a connection of its own: a wait that a death leaves behind must not block this rank's next message.
-        waits = self._waits or cast("Any", store).clone()
-        self._waits = None
-        left = timedelta(seconds=deadline.remaining("other trainer ranks"))
-        call = Background("other trainer ranks", lambda: waits.wait(list(heads), left))
-        call.add_done_callback(self._lifelines.notify)
-        known = 0
-        while not call.done and self._lifelines.wait(lambda: call.done, left.total_seconds() + _GRACE_S, known):
-            known = len(self._lifelines.lost)
-            missing = self._missing(store, heads)
-            if set(missing).intersection(self._lifelines.lost):
-                return missing
-        try:
-            call.result(Deadline.after(_GRACE_S))
-        except (RuntimeError, SyncTimeout):  # what a wait that was too long raises depends on the store
-            return self._missing(store, heads)
-        self._waits = waits
-        return []
+    def _missing(self, deadline: Deadline) -> Sequence[int]:
+        """Wait for everybody's message. Ranks whose message is missing at the deadline, or will never come.
 
-    def _missing(self, store: Store, heads: Sequence[str]) -> list[int]:
-        try:
-            if store.check(list(heads)):
+        None are if something else has settled the round.
+        """
+        links, at, known = self._links, self._at, 0
+        while links.wait(lambda: links.settled(at), max(0.0, deadline.expires - time.monotonic()), known):
+            if links.settled(at):
                 return []
-            return [rank for rank, head in enumerate(heads) if not store.check([head])]
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {self.rank}: the store that connects the trainer ranks is gone: {error}"
-            ) from error
+            known = len(links.lost)
+            missing = links.missing(at)
+            if set(missing).intersection(links.lost):
+                return missing
+        return links.missing(at)
 
     def _absence(self, phase: str, missing: Sequence[int], deadline: Deadline) -> RankError:
-        dead = sorted(set(missing).intersection(self._lifelines.lost))
+        dead = sorted(set(missing).intersection(self._links.lost))
         if dead:
-            return self._death(dead, f"before phase {phase!r} of wsync call {self._epoch}")
+            return self._death(dead, f"before phase {phase!r} of wsync call {self.call}")
         return RankError(
-            f"trainer rank(s) {missing} did not reach phase {phase!r} of wsync call {self._epoch} within "
+            f"trainer rank(s) {missing} did not reach phase {phase!r} of wsync call {self.call} within "
             f"{deadline.timeout_s:g} s; this is rank {self.rank} of {self.world_size}. "
             f"Every rank must call wsync in the same order",
             missing,
@@ -238,40 +215,13 @@ class Group:
                 list(strayed),
             )
 
-    def _post(self, envelope: dict[str, object]) -> list[str]:
-        store = self._private_store()
-        data = wire.pack(envelope)
-        parts = [data[start : start + _STORE_VALUE_BYTES] for start in range(0, len(data), _STORE_VALUE_BYTES)]
-        head = self._key(self._step, self.rank)
-        keys = [f"{head}/{index}" for index in range(len(parts))]
-        for key, part in zip(keys, parts, strict=True):
-            store.set(key, cast("str", part))  # bytes are taken as they are; torch's stub says str
-        store.set(head, str(len(parts)))  # last: whoever sees the head finds every part
-        return [head, *keys]
+    def _post(self, envelope: dict[str, object]) -> None:
+        self._links.start(self._private_store())
+        self._links.post(self._at, wire.pack(envelope))
 
-    def _read(self, step: int, rank: int) -> dict[str, object]:
-        store = self._private_store()
-        head = self._key(step, rank)
-        parts = int(store.get(head))
-        envelope = wire.unpack(b"".join(store.multi_get([f"{head}/{index}" for index in range(parts)])))
-        if not isinstance(envelope, dict) or envelope.keys() - {"link"} != {"phase", "message", "error"}:
-            raise ProtocolError(f"trainer rank {rank} posted something that is not a wsync round message")
-        return cast("dict[str, object]", envelope)
-
-    def _forget(self) -> None:
-        """Delete this rank's previous messages: everyone who is in a later round has read them."""
-        if self._previous_keys:
-            store = self._private_store()
-            for key in self._previous_keys:
-                store.delete_key(key)
-            self._previous_keys = []
-
-    def _key(self, step: int, rank: int) -> str:
-        return f"{self._epoch}/{step}/{rank}"
-
-    @staticmethod
-    def _over(epoch: int) -> str:
-        return f"{epoch}/over"
+    @property
+    def _at(self) -> At:
+        return self.call, self._step
 
     def _private_store(self) -> Store:
         if self._store is None:
@@ -285,7 +235,8 @@ class Group:
             raise UnsupportedError(
                 f"gathering shards on {sample.device} is not supported yet; trainer shards must be on the CPU"
             )
-        store = PrefixStore(name, store)
+        shared: Any = store
+        store = PrefixStore(name, shared.clone())  # a wait on its connection must not block the trainer's
         gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self.timeout_s))
         boxed = dist.ProcessGroup(store, self.rank, self.world_size)
         boxed._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -293,20 +244,32 @@ class Group:
 
     def _await(self, call: Background[dist.ProcessGroup], deadline: Deadline) -> dist.ProcessGroup:
         """The communicator that `call` used. A transfer that broke, or that a death leaves hanging, is left behind."""
-        lifelines = self._lifelines
-        call.add_done_callback(lifelines.notify)
+        links = self._links
+        call.add_done_callback(links.notify)
         try:
-            lifelines.wait(lambda: call.done, deadline.remaining(call.name) + _GRACE_S)
-            if not call.done and lifelines.lost:
-                raise self._death(sorted(lifelines.lost), f"during {call.name}")
+            links.wait(lambda: call.done, deadline.remaining(call.name) + _GRACE_S)
+            if not call.done and links.lost:
+                raise self._death(sorted(links.lost), f"during {call.name}")
             return call.result(deadline.restart() if call.done else deadline)
         except (SyncTimeout, RankError, UnsupportedError):
             self.reset()
             raise
         except RuntimeError as error:
             self.reset()
-            if lifelines.wait(lambda: False, _GRACE_S):
-                raise self._death(sorted(lifelines.lost), f"during {call.name}") from error
+            if links.wait(lambda: False, _GRACE_S):
+                raise self._death(sorted(links.lost), f"during {call.name}") from error
             raise TransportError(
                 f"rank {self.rank}: {call.name} broke or passed its deadline of {deadline.timeout_s:g} s: {error}"
             ) from error
+
+
+def _opened(rank: int, message: bytes) -> dict[str, object]:
+    envelope = wire.unpack(message)
+    if not isinstance(envelope, dict) or envelope.keys() != {"phase", "message", "error"}:
+        raise ProtocolError(f"trainer rank {rank} posted something that is not a wsync round message")
+    return cast("dict[str, object]", envelope)
+
+
+def _close(links: RankLinks) -> None:
+    """Whoever collects garbage may be in the middle of a message over these links."""
+    Background("the links between trainer ranks to end", links.close)

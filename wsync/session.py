@@ -59,7 +59,6 @@ class Session:
         self._lines: list[Line] = []
         self._attached = False
         self._closed = False
-        self._call = 0
         self._pulled_nbytes = 0
         self._busy = threading.Lock()
         self._agreement: Agreement = connect_ranks(producer, engines, transports, group, config)
@@ -151,7 +150,7 @@ class Session:
 
     def _run(self, version: int | None) -> SyncReport:
         watch = Stopwatch()
-        self._call = self._group.enter()
+        self._group.enter()
         with watch.stage("begin"):
             version, attempt, attached = self._begin(version)
         try:
@@ -197,7 +196,7 @@ class Session:
         self._lines = self._group.local(
             "attach",
             lambda: open_lines(
-                self.engines, agreement.choices, agreement.plan, self.config, self._call, self._producer.device
+                self.engines, agreement.choices, agreement.plan, self.config, self._group.call, self._producer.device
             ),
             self._patience(),
         )
@@ -219,17 +218,20 @@ class Session:
     def _transfer(self, version: int, attempt: str, watch: Stopwatch) -> float:
         group, producer = self._group, self._producer
         with watch.stage("open"):
-            group.local("open", producer.open, self._patience())
-            if self._ranks is not None:
-                self._ranks.look(self._patience())
+            if self._ranks is None:
+                group.local("open", producer.open, self._patience())
+            else:
+                self._ranks.open(self._patience())
         paused = Stopwatch()
         with watch.stage("pause"):
             group.local("pause", lambda: self._start_engines(version, attempt, watch), self._patience())
         error: BaseException | None = None
         for bucket in self._sent.buckets:
             error = self._send(bucket, error, watch)
-        with watch.stage("drain"):
-            confirmed = group.gather("drain", lambda: self._drain(error), self._patience())
+        confirmed: list[object] = []
+        if self._sent.buckets:
+            with watch.stage("drain"):
+                confirmed += group.gather("drain", lambda: self._drain(error), self._patience())
         results: list[Sequence[Loaded]] = []
         with watch.stage("load"):
             confirmed += group.gather("load", lambda: self._join(results), self._patience())

@@ -1,7 +1,5 @@
 """Who the trainer's ranks are, and groups of wsync's own among them."""
 
-from typing import Any
-
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 
@@ -28,8 +26,7 @@ def group_of(rank: int, world_size: int, store: Store | None, name: str, timeout
     """The group called `name` of these ranks."""
     if store is None:
         return Group(rank, world_size, None, timeout_s)
-    shared: Any = PrefixStore(f"wsync/{name}", store)
-    return Group(rank, world_size, shared.clone(), timeout_s)  # a wait on its connection must not block the trainer's
+    return Group(rank, world_size, PrefixStore(f"wsync/{name}", store), timeout_s)
 
 
 def new_group(

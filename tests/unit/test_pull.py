@@ -188,11 +188,10 @@ def test_what_another_rank_said_is_forgotten_with_the_session_s_workers() -> Non
     producer = ModuleProducer(actor)
     plan = Plan.pack(producer.metadata(), 4096, {"weight", "bias"})
     producer.prepare(plan, [0], Group(0, 1, None, 5.0))
-    producer.open()
     assert plan.pulled is not None
     group = Store(exported(1, [(Region.span(0, 4), torch.zeros(4))]))
     ranks = Ranks(producer, plan.pulled, group)  # type: ignore[arg-type]
-    ranks.look(Deadline.after(5.0))
+    ranks.open(Deadline.after(5.0))
     told: list[list[int]] = []
     engine = engine_for(actor)
 
@@ -205,7 +204,7 @@ def test_what_another_rank_said_is_forgotten_with_the_session_s_workers() -> Non
     ranks.tell([engine], Deadline.after(5.0))
     ranks.forget()
     group.other = None
-    ranks.look(Deadline.after(5.0))
+    ranks.open(Deadline.after(5.0))
     ranks.tell([engine], Deadline.after(5.0))
     assert told == [[0, 1], [0]]
 

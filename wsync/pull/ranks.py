@@ -21,21 +21,21 @@ class Ranks:
         self._known: dict[int, Export] = {}
         self._told = False
 
-    def look(self, deadline: Deadline) -> None:
-        """*Collective.* Look this rank's memory up; ranks hear of each other what is new.
+    def open(self, deadline: Deadline) -> None:
+        """*Collective.* Open the producer and look its memory up; ranks hear of each other what is new.
 
         What the trainer has queued on a device is done when this returns: workers do not see its streams.
         """
-        rank = self._group.rank
-        device = self._producer.device
-        wait_for(queued([device] if device.type == "cuda" else []), deadline)
+        rank, device = self._group.rank, self._producer.device
         mine: list[Export] = []
 
         def news() -> Export | None:
+            self._producer.open()
+            wait_for(queued([device] if device.type == "cuda" else []), deadline)
             mine.append(self._exporter.export(self._producer.shares(self._bucket)))
             return None if mine[0] is self._known.get(rank) else mine[0]
 
-        replies = cast("Sequence[Export | None]", self._group.gather("export", news, deadline))
+        replies = cast("Sequence[Export | None]", self._group.gather("open", news, deadline))
         for number, reply in enumerate(replies):
             if reply is not None:
                 self._known[number] = mine[0] if number == rank else reply
