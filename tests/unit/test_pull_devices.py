@@ -161,3 +161,13 @@ def test_where_nothing_travels_nothing_can_be_sent() -> None:
     with pytest.raises(ProtocolError, match="1 buckets are expected"):
         NoReceiver().buckets(plan, deadline)
     assert list(NoReceiver().buckets(replace(plan, buckets=()), deadline)) == []
+
+
+@pytest.mark.parametrize("segments", ["none", "too short"])
+def test_memory_in_none_of_the_allocations_is_refused(cuda: Runtime, segments: str) -> None:
+    values = memory(cuda)
+    export = replace(Exporter(0, DEVICE).export(shares_of(values)), endpoint=other(local_endpoint(DEVICE)))
+    [segment] = export.segments
+    wrong = () if segments == "none" else (replace(segment, nbytes=NBYTES - 1),)
+    with pytest.raises(TransportError, match="which is in none of its allocations"):
+        DeviceMemories([replace(export, segments=wrong)], local_endpoint(DEVICE), {0})

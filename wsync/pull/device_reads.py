@@ -103,13 +103,13 @@ def _mapped(export: Export, reader: Endpoint, device: torch.device, needed: Coll
             yield torch.empty(0, dtype=torch.uint8)
             continue
         holding = bisect_right(starts, address) - 1
-        start = address - starts[holding]
-        if holding < 0 or start + nbytes > segments[holding].nbytes:
+        if holding < 0 or address + nbytes > starts[holding] + segments[holding].nbytes:
             raise TransportError(
                 f"a trainer rank exports {nbytes} bytes at {address:#x}, which is in none of its allocations"
             )
         if holding not in opened:
             opened[holding] = _open(segments[holding], export.endpoint, reader, device)
+        start = address - starts[holding]
         yield opened[holding][start : start + nbytes]
 
 
