@@ -31,6 +31,9 @@ At = tuple[int, int]
 
 Frame = tuple[object, ...]
 
+NEVER: At = (-1, 0)
+"""Before the first step of the first call, which is 0."""
+
 DOOR = "door"
 """Where the store tells of rank 0."""
 
@@ -44,7 +47,7 @@ class RankLinks(Protocol):
 
     Attributes:
         lost: ranks whose process ended without closing its group, or whose host cannot be reached any more.
-        over: the last call that somebody gave up before all had begun it.
+        over: the last call that somebody gave up before all had begun it, -1 if there is none.
         trouble: why rank 0 cannot be reached, "" as long as it may be.
     """
 
@@ -107,12 +110,12 @@ class Ends:
         """Local; nothing is connected."""
         self.changed = threading.Condition()
         self.lost: list[int] = []
-        self.over = 0
+        self.over = -1
         self.trouble = ""
         self.links: dict[int, Link] = {}
         self.closed = self.hung_up = False
         self._world_size = world_size
-        self._whole: tuple[At, list[bytes]] = ((0, 0), [])
+        self._whole: tuple[At, list[bytes]] = (NEVER, [])
         self._late: At | None = None
 
     def take(self, at: At) -> Sequence[bytes] | None:

@@ -11,7 +11,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from wsync import wire
 from wsync.deadline import Deadline
 from wsync.errors import ProtocolError, SyncTimeout, TransportError, WsyncError
-from wsync.rank_links import DOOR, SEND_S, At, Ends, Frame, check_length
+from wsync.rank_links import DOOR, NEVER, SEND_S, At, Ends, Frame, check_length
 from wsync.transports.link import address_of
 from wsync.transports.listener import Listener, Welcome, listen_at, new_ticket
 from wsync.wire import MAX_FRAME_BYTES
@@ -28,7 +28,7 @@ class RankZero(Ends):
         super().__init__(world_size)
         self._listener: Listener | None = None
         self._posts: dict[At, dict[int, bytes]] = {}
-        self._told: At = (0, 0)
+        self._told: At = NEVER
         self._timer: threading.Timer | None = None
 
     def start(self, store: Store) -> None:
@@ -176,7 +176,7 @@ class RankZero(Ends):
                 with self.changed:
                     self.links[rank] = link
                     news: list[Frame] = [("lost", other) for other in self.lost]
-                    news += [("over", self.over)] if self.over else []
+                    news += [("over", self.over)] if self.over >= 0 else []
                 for frame in news:
                     self._send(rank, frame)
 
