@@ -14,11 +14,12 @@ import pytest
 import torch
 
 from wsync import wire
-from wsync.bench.gpu import engines, far_vllm, models, moonshot
+from wsync.bench.gpu import engines, far_vllm, models, moonshot, nccl_case
 from wsync.bench.gpu.far import Far
 from wsync.bench.gpu.far_end import answer
 from wsync.bench.gpu.models import DENSE
 from wsync.bench.gpu.moonshot import Moonshot
+from wsync.bench.gpu.outcome import Outcome
 from wsync.bench.gpu.raw_peer import sizes_of
 from wsync.errors import PeerError
 from wsync.memory.sizes import GIB
@@ -181,3 +182,31 @@ def test_the_server_of_checkpoint_engine_answers_and_asks(monkeypatch: pytest.Mo
         "metas",
         "update",
     ]
+
+
+class FarAnswers(Far):
+    """A far engine that answers with the seed of the weights that it was sent last, through the pipe's format."""
+
+    def __init__(self) -> None:
+        self.seed = 1
+
+    def ask(self, operation: str, *arguments: object) -> Any:
+        assert operation == "answers"
+        return wire.unpack(wire.pack([[self.seed, 7], [self.seed]]))
+
+
+def test_tokens_of_rivals_are_right_where_they_are_and_wrong_where_they_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeds = [0]
+    monkeypatch.setattr(models, "randomize", lambda actor, seed: seeds.append(seed))
+    monkeypatch.setattr(models, "greedy", lambda actor, prompts, new_tokens: [[seeds[-1], 7], [seeds[-1]]])
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    far, outcome = FarAnswers(), Outcome(case="vllm-nccl-rivals")
+
+    def send(actor: torch.nn.Module) -> None:
+        far.seed = seeds[-1]
+
+    ways = {"sends": send, "sends nothing": lambda actor: None}
+    nccl_case.check_rivals(outcome, ways, torch.nn.Linear(1, 1), far)
+    assert outcome.checks == {"tokens of sends": True, "tokens of sends nothing": False}

@@ -65,7 +65,10 @@ class Far:
         self._pipe.send_bytes(wire.pack((operation, *arguments)))
 
     def hear(self) -> Any:
-        """The next answer. Raises `PeerError` with its traceback if it failed, died or takes too long."""
+        """The next answer, lists in it as tuples.
+
+        Raises `PeerError` with its traceback if it failed, died or takes too long.
+        """
         while True:
             kind, value = self._next()
             if kind == "done":
