@@ -15,6 +15,7 @@ import torch
 
 from wsync import wire
 from wsync.bench.gpu import engines, far_vllm, models, moonshot, nccl_case
+from wsync.bench.gpu.checks import Answers, says
 from wsync.bench.gpu.far import Far
 from wsync.bench.gpu.far_end import answer
 from wsync.bench.gpu.models import DENSE
@@ -210,3 +211,11 @@ def test_tokens_of_rivals_are_right_where_they_are_and_wrong_where_they_are_not(
     ways = {"sends": send, "sends nothing": lambda actor: None}
     nccl_case.check_rivals(outcome, ways, torch.nn.Linear(1, 1), far)
     assert outcome.checks == {"tokens of sends": True, "tokens of sends nothing": False}
+
+
+def test_what_an_engine_said_before_is_not_right_again() -> None:
+    far, said = FarAnswers(), list[Answers]()
+    assert says(far, [[1, 7], [1]], said)
+    assert not says(far, [[1, 7], [1]], said)
+    far.seed = 2
+    assert says(far, [[2, 7], [2]], said)
