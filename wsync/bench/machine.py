@@ -2,10 +2,13 @@
 
 import os
 import platform
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+_OTHERS = ("vllm", "sglang", "checkpoint-engine")
 
 
 def hardware() -> dict[str, object]:
@@ -22,12 +25,12 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch and wsync."""
-    try:
-        wsync = version("wsync-rl")
-    except PackageNotFoundError:
-        wsync = "not installed"
-    return {"python": platform.python_version(), "torch": torch.__version__, "wsync": wsync}
+    """Of Python, torch and wsync, and of the engines and rivals that are here."""
+    found = {"python": platform.python_version(), "torch": torch.__version__, "wsync": "not installed"}
+    for name, distribution in {"wsync": "wsync-rl", **{other: other for other in _OTHERS}}.items():
+        with suppress(PackageNotFoundError):
+            found[name] = version(distribution)
+    return found
 
 
 def load_average() -> float:

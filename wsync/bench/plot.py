@@ -11,16 +11,16 @@ from wsync.extras import importing
 _BAR_INCHES = 0.24
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path, option: str = "--plot") -> None:
     """Before anything is measured: raises `UnsupportedError` without matplotlib, `ConfigError` for a bad path."""
-    with importing("bench", "--plot"):
+    with importing("bench", option):
         from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     if not path.parent.is_dir():
-        raise ConfigError(f"--plot {path}: there is no folder {path.parent}")
+        raise ConfigError(f"{option} {path}: there is no folder {path.parent}")
     known = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.removeprefix(".") not in known:
-        raise ConfigError(f"--plot {path}: the name must end in one of {', '.join(sorted(known))}")
+        raise ConfigError(f"{option} {path}: the name must end in one of {', '.join(sorted(known))}")
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:

@@ -185,7 +185,7 @@ CASES: Mapping[str, Case] = {
         needs=("vllm",),
     ),
     "vllm-moe": Case(
-        about="the same, MoE with 4,719 tensors",
+        about="module to vLLM in one process, MoE with 4,719 tensors, bf16",
         run=lambda name: in_process(
             name,
             models.MOE,
@@ -206,7 +206,7 @@ CASES: Mapping[str, Case] = {
         separate=True,
     ),
     "vllm-ipc-slots": Case(
-        about="the same in buckets, 2 slots of 256 MiB",
+        about="another process to vLLM over CUDA IPC, dense 7B, 2 slots of 256 MiB",
         run=lambda name: from_another_process(name, engines.start_vllm, "buckets"),
         needs=("vllm",),
         separate=True,
@@ -218,7 +218,7 @@ CASES: Mapping[str, Case] = {
         separate=True,
     ),
     "vllm-pull-moe": Case(
-        about="the same, MoE with 4,719 tensors",
+        about="another process to vLLM, MoE with 4,719 tensors, pulled",
         run=lambda name: pulls.from_another_process(name, models.MOE, 1.8, ROUNDS),
         needs=("vllm",),
         separate=True,
@@ -243,7 +243,7 @@ CASES: Mapping[str, Case] = {
         gpus=2,
     ),
     "vllm-nccl-rivals": Case(
-        about="the same beside vLLM's own transfer over NCCL and a push of single tensors",
+        about="a trainer on one GPU to vLLM on another, dense 7B, beside vLLM's own transfer and pushes of tensors",
         run=lambda name: nccl_case.beside_rivals(name, ROUNDS),
         needs=("vllm",),
         gpus=2,

@@ -12,6 +12,9 @@ from wsync.bench.gpu import engines, models
 from wsync.bench.gpu.outcome import Limit, Outcome
 from wsync.session import Session
 
+Answers = list[list[int]]
+"""Tokens for each prompt."""
+
 
 def outcome_of(name: str, actor: nn.Module, dtype: torch.dtype, limits: tuple[Limit, ...]) -> Outcome:
     """Of the case `name`, which syncs all weights of `actor` as `dtype`."""
@@ -34,13 +37,20 @@ def check_tokens(
         randomize: gives the actor the weights of a seed.
         request: the adapter that the engine is to answer with, as `answers_of`.
     """
-    answers = [engines.answers_of(engine)]
+    said = [engines.answers_of(engine)]
     for seed in (2, 3, 4):
         randomize(actor, seed)
         session.sync()
         expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
-        answers.append(engines.answers_of(engine, request))
-        outcome.checks[f"tokens of weights {seed}"] = answers[-1] == expected and answers[-1] not in answers[:-1]
+        outcome.checks[f"tokens of weights {seed}"] = says(engine, expected, said, request)
+
+
+def says(engine: Any, expected: Answers, said: list[Answers], request: Any = None) -> bool:
+    """Whether the engine says what is expected, and nothing that it has `said` before, to which this is added."""
+    answers = engines.answers_of(engine, request)
+    new = answers not in said
+    said.append(answers)
+    return new and answers == expected
 
 
 @torch.no_grad()

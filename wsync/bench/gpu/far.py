@@ -1,13 +1,16 @@
-"""A program on another GPU, which is all that it sees, and the pipe to it.
+"""A program of its own, on another GPU if not told otherwise, and the pipe to it.
 
-this process                       wsync.bench.gpu.far_vllm, wsync.bench.gpu.raw_peer
+this process                       wsync.bench.gpu.far_vllm, raw_peer, moonshot_server
 tell(operation, ...) ------------> method of that name
+heed(value)          <------------ what the method asks for, if it does
+                     ------------> heeded
 hear()               <------------ what it returned, or its traceback
 """
 
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -18,6 +21,7 @@ LOOPBACK = "127.0.0.1"
 GPU = 1
 """The one of this machine's that such a program has. This process's own is the first."""
 
+_THERE = (f"CUDA_VISIBLE_DEVICES={GPU}", "VLLM_ENABLE_V1_MULTIPROCESSING=0")
 _PATIENCE_S = 200.0
 _END_S = 10.0
 
@@ -25,15 +29,25 @@ _END_S = 10.0
 class Far:
     """Use it as a context manager: the program ends with the block."""
 
-    def __init__(self, module: str, *arguments: str) -> None:
-        """Start `python -m module FD ...`. The first `hear` tells that it is ready."""
-        settings = (f"CUDA_VISIBLE_DEVICES={GPU}", "VLLM_ENABLE_V1_MULTIPROCESSING=0")
+    def __init__(
+        self,
+        module: str,
+        *arguments: str,
+        settings: Sequence[str] = _THERE,
+        heed: Callable[[Any], object] | None = None,
+    ) -> None:
+        """Start `python -m module FD ...`. The first `hear` tells that it is ready.
+
+        Args:
+            settings: of its environment; by default it sees the other GPU alone, with vLLM's core in its process.
+            heed: gets what it asks for while it answers.
+        """
         ours, theirs = socket.socketpair()
         with theirs:
             command = ["env", *settings, sys.executable, "-m", module, str(theirs.fileno()), *arguments]
             self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
         self._pipe = Connection(ours.detach())
-        self._module = module
+        self._module, self._heed = module, heed
 
     def __enter__(self) -> "Far":
         return self
@@ -51,16 +65,26 @@ class Far:
         self._pipe.send_bytes(wire.pack((operation, *arguments)))
 
     def hear(self) -> Any:
-        """The next answer. Raises `PeerError` with its traceback if it failed, died or takes too long."""
+        """The next answer, lists in it as tuples.
+
+        Raises `PeerError` with its traceback if it failed, died or takes too long.
+        """
+        while True:
+            kind, value = self._next()
+            if kind == "done":
+                return value
+            if kind == "failed" or self._heed is None:
+                raise PeerError(f"{self._module} {kind}", str(value))
+            self._heed(value)
+            self._pipe.send_bytes(wire.pack(("heeded",)))
+
+    def _next(self) -> tuple[str, Any]:
         if not self._pipe.poll(_PATIENCE_S):
             raise PeerError(f"{self._module} said nothing for {_PATIENCE_S:g} s")
         try:
-            kind, value = cast("tuple[str, Any]", wire.unpack(self._pipe.recv_bytes()))
+            return cast("tuple[str, Any]", wire.unpack(self._pipe.recv_bytes()))
         except (EOFError, ConnectionResetError):
             raise PeerError(f"{self._module} died") from None
-        if kind == "failed":
-            raise PeerError(f"{self._module} failed", str(value))
-        return value
 
     def ask(self, operation: str, *arguments: object) -> Any:
         """`tell` and `hear`."""

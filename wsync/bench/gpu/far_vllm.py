@@ -100,7 +100,7 @@ class FarVLLM:
 
 def main(fd: int, folder: Path, transfer: str) -> None:
     """Answer until the other side closes the pipe."""
-    answer(Connection(fd), FarVLLM(folder, transfer))
+    answer(Connection(fd), lambda: FarVLLM(folder, transfer))
 
 
 if __name__ == "__main__":

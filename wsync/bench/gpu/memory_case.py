@@ -17,7 +17,7 @@ import torch
 
 import wsync
 from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import load_directly, outcome_of
+from wsync.bench.gpu.checks import Answers, load_directly, outcome_of, says
 from wsync.bench.gpu.outcome import Outcome
 from wsync.bench.gpu.pinned import PinnedCopies
 from wsync.bench.gpu.stays import Stay, growth, stays_of
@@ -110,16 +110,15 @@ def sglang_memory(name: str, *, layers: int = 4, device: str = "cuda") -> Outcom
         outcome = outcome_of(name, actor, _DTYPE, ())
 
         def turns() -> None:
-            answers = list[Any]()
+            said = list[Answers]()
             for seed in range(2, 2 + ITERATIONS):
                 memory.enter("rollout")
-                answers.append(engines.answers_of(engine))
+                said.append(engines.answers_of(engine))
                 memory.enter("train")
                 models.randomize(actor, seed)
                 expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
                 wsync.sync(actor, engine, memory=memory)
-                got = engines.answers_of(engine)
-                outcome.checks[f"tokens of weights {seed}"] = got == expected and got not in answers
+                outcome.checks[f"tokens of weights {seed}"] = says(engine, expected, said)
             memory.enter("rollout")
 
         _told(outcome, memory, turns)
@@ -264,10 +263,9 @@ def _check_weights(outcome: Outcome, memory: wsync.MemoryManager, engine: Any, a
             torch.equal(tensor.view(torch.uint8), got.pop(key).to(tensor.device).view(torch.uint8))
             for key, tensor in model.named_parameters()
         )
-    before = engines.answers_of(engine)
+    said = [engines.answers_of(engine)]
     with memory.using("actor"):
         models.randomize(actor, 7)
         expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
     wsync.sync(actor, engine, memory=memory)
-    got_tokens = engines.answers_of(engine)
-    outcome.checks["tokens after sleep, sync and wake"] = got_tokens == expected and got_tokens != before
+    outcome.checks["tokens after sleep, sync and wake"] = says(engine, expected, said)

@@ -12,23 +12,18 @@ It keeps checkpoints in pinned host memory. So its `update` has a copy from host
 weights on the device take to get to host memory comes on top (`register_and_update`).
 """
 
-import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 import wsync
-from wsync import wire
 from wsync.bench.gpu import engines, models
 from wsync.bench.gpu.checks import check_tokens, free, outcome_of
+from wsync.bench.gpu.far import Far
 from wsync.bench.gpu.outcome import Limit, Outcome, in_turn
-from wsync.errors import PeerError
 
 SERVER = "wsync.bench.gpu.moonshot_server"
 UPDATE, FROM_DEVICE = "checkpoint-engine update", "checkpoint-engine register and update"
@@ -37,87 +32,48 @@ INCLUDES = (
     "process_weights_after_loading, and allocating and freeing its buffers; its process group is made before"
 )
 
-_PATIENCE_S = 200.0
-_END_S = 10.0
+_SETTINGS = ("RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "LOGURU_LEVEL=WARNING")
+"""It reads its rank from there, also if it is told."""
+
 _SEED = 9
 
 
 class Moonshot:
-    """A parameter server of checkpoint-engine with a model of its own, and the way from there into `engine`.
+    """A parameter server of checkpoint-engine with a model of its own, and the way from there into an engine."""
 
-    Use it as a context manager: its process ends with the block.
-    """
-
-    def __init__(self, engine: Any, shape: str, dtype: torch.dtype) -> None:
-        """Start it. Raises `PeerError` with its traceback if it cannot start."""
+    def __init__(self, far: Far) -> None:
+        """Its process, which has been started. Raises `PeerError` with its traceback if it cannot start."""
         self.seconds: list[float] = []
         """Of each `update`, as the server took them."""
 
-        self._engine = engine
-        # It reads its rank from there, also if it is told.
-        settings = ("RANK=0", "WORLD_SIZE=1", "MASTER_ADDR=127.0.0.1", "LOGURU_LEVEL=WARNING")
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = ["env", *settings, sys.executable, "-m", SERVER, str(theirs.fileno()), shape, str(dtype)]
-            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),))
-        self._pipe = Connection(ours.detach())
-        try:
-            self._answer("start")
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> "Moonshot":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        self._far = far
+        far.hear()
 
     def randomize(self, seed: int) -> None:
         """As `models.randomize`, of its model."""
-        self._call("randomize", seed)
+        self._far.ask("randomize", seed)
 
     def register(self) -> float:
         """Its weights from the device into its pinned memory, which is kept from one time to the next. In seconds."""
-        return cast("float", self._call("register"))
+        return float(self._far.ask("register"))
 
     def update(self) -> None:
         """Its pinned memory into the engine."""
-        self.seconds.append(cast("float", self._call("update")))
+        self.seconds.append(float(self._far.ask("update")))
 
     def register_and_update(self) -> None:
         """Both: what a trainer with new weights on the device waits for."""
         self.register()
-        self._call("update")
+        self._far.ask("update")
 
-    def close(self) -> None:
-        """End its process."""
-        self._pipe.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
-    def _call(self, *words: object) -> object:
-        self._pipe.send_bytes(wire.pack(words))
-        return self._answer(str(words[0]))
+def process_beside(engine: Any, shape: str, dtype: torch.dtype) -> Far:
+    """Start its process, on this process's GPU; `engine` is what it updates."""
 
-    def _answer(self, doing: str) -> object:
-        """Raises `PeerError` if it fails, dies or takes too long to `doing`."""
-        while True:
-            if not self._pipe.poll(_PATIENCE_S):
-                raise PeerError(f"checkpoint-engine's server did not {doing} within {_PATIENCE_S:g} s")
-            try:
-                kind, value = cast("tuple[str, Any]", wire.unpack(self._pipe.recv_bytes()))
-            except (EOFError, ConnectionResetError):
-                raise PeerError(f"checkpoint-engine's server died; it was to {doing}") from None
-            if kind == "done":
-                return value
-            if kind == "failed":
-                raise PeerError(f"checkpoint-engine's server could not {doing}", str(value))
-            self._engine.collective_rpc("update_weights_from_ipc", args=(dict(cast("Mapping[str, str]", value)),))
-            self._pipe.send_bytes(wire.pack(("loaded",)))
+    def load(sockets: Mapping[str, str]) -> None:
+        engine.collective_rpc("update_weights_from_ipc", args=(dict(sockets),))
+
+    return Far(SERVER, shape, str(dtype), settings=_SETTINGS, heed=load)
 
 
 def beside_moonshot(name: str, rounds: int) -> Outcome:
@@ -133,8 +89,9 @@ def beside_moonshot(name: str, rounds: int) -> Outcome:
         settings = wsync.SyncConfig(transport="cuda_ipc")
         with (
             wsync.connect(actor, engine, config=settings) as session,
-            Moonshot(engine, models.DENSE, torch.bfloat16) as rival,
+            process_beside(engine, models.DENSE, torch.bfloat16) as far,
         ):
+            rival = Moonshot(far)
             outcome.facts["seconds of the first register, which pins"] = rival.register()
             references = {UPDATE: rival.update, FROM_DEVICE: rival.register_and_update}
             outcome.samples = in_turn(session.sync, references, rounds)

@@ -2,22 +2,21 @@
 
     python -m wsync.bench.gpu.moonshot_server FD SHAPE DTYPE
 
-FD is a socket to `wsync.bench.gpu.moonshot.Moonshot`. vLLM's workers import `Extension` from here.
+`wsync.bench.gpu.moonshot.Moonshot` is at the other end of FD. vLLM's workers import `Extension` from here.
 """
 
 import sys
 import time
-import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
 import checkpoint_engine.ps
 import torch
 from checkpoint_engine.worker import VllmColocateWorkerExtension
 
-from wsync import wire
 from wsync.bench.gpu import models
+from wsync.bench.gpu.far_end import answer, ask
 from wsync.bench.gpu.loops import LoopExtension
 
 _NAME = "actor"
@@ -66,25 +65,13 @@ class Server:
 
     def _ask(self, sockets: Sequence[tuple[str, str]]) -> None:
         """Have the engine's workers listen, by device; returns when they are through."""
-        self._pipe.send_bytes(wire.pack(("ask", dict(sockets))))
-        self._pipe.recv_bytes()
+        ask(self._pipe, dict(sockets))
 
 
 def main(fd: int, shape: str, dtype: str) -> None:
-    """Answer until the other side closes the socket."""
+    """Answer until the other side closes the pipe."""
     pipe = Connection(fd)
-    try:
-        server = Server(pipe, shape, getattr(torch, dtype.removeprefix("torch.")))
-        pipe.send_bytes(wire.pack(("done", None)))
-        while True:
-            try:
-                operation, *arguments = cast("tuple[str, Any]", wire.unpack(pipe.recv_bytes()))
-            except (EOFError, ConnectionResetError):
-                return
-            pipe.send_bytes(wire.pack(("done", getattr(server, operation)(*arguments))))
-    except Exception:
-        pipe.send_bytes(wire.pack(("failed", traceback.format_exc())))
-        raise
+    answer(pipe, lambda: Server(pipe, shape, getattr(torch, dtype.removeprefix("torch."))))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import wsync
 from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import check_tokens, free, outcome_of
+from wsync.bench.gpu.checks import check_tokens, free, outcome_of, says
 from wsync.bench.gpu.far import LOOPBACK, Far
 from wsync.bench.gpu.nccl_loops import Each, Packed
 from wsync.bench.gpu.outcome import Limit, Outcome, in_turn
@@ -62,16 +62,22 @@ def beside_rivals(name: str, rounds: int) -> Outcome:
     ):
         session.sync()
         ways: dict[str, Callable[[nn.Module], None]] = {PACKED: Packed(far).send, EACH: Each(far).send}
-        for seed, (rival, send) in enumerate(ways.items(), 5):
-            models.randomize(actor, seed)
-            torch.cuda.synchronize()  # vLLM packs on streams of its own, which do not wait for the trainer's
-            send(actor)
-            expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
-            outcome.checks[f"tokens of {rival}"] = far.ask("answers") == expected
+        check_rivals(outcome, ways, actor, far)
         references: Mapping[str, Way] = {rival: _bound(send, actor) for rival, send in ways.items()}
         outcome.samples = in_turn(session.sync, references, rounds)
         check_tokens(outcome, session, actor, far)
     return outcome
+
+
+def check_rivals(outcome: Outcome, ways: Mapping[str, Callable[[nn.Module], None]], actor: nn.Module, far: Far) -> None:
+    """Each of them sends new weights; the engine says what transformers says, and not what it said before."""
+    said = [engines.answers_of(far)]
+    for seed, (rival, send) in enumerate(ways.items(), 5):
+        models.randomize(actor, seed)
+        torch.cuda.synchronize()  # vLLM packs on streams of its own, which do not wait for the trainer's
+        send(actor)
+        expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
+        outcome.checks[f"tokens of {rival}"] = says(far, expected, said)
 
 
 def _settings(bucket_bytes: int) -> wsync.SyncConfig:

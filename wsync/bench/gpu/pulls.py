@@ -7,7 +7,7 @@ import torch
 
 import wsync
 from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import check_tokens, free, outcome_of
+from wsync.bench.gpu.checks import Answers, check_tokens, free, outcome_of, says
 from wsync.bench.gpu.outcome import COPY, Limit, Outcome, copies, in_turn
 from wsync.config import MIB
 from wsync.report import SyncReport
@@ -65,7 +65,7 @@ def with_offloads(name: str) -> Outcome:
         actor = models.make_actor(config, torch.bfloat16, 1)
         outcome = outcome_of(name, actor, torch.bfloat16, ())
         memory = wsync.MemoryManager(engine=engine, models={"actor": actor})
-        away, there, mapping, answers = list[int](), list[int](), list[float](), list[object]()
+        away, there, mapping, said = list[int](), list[int](), list[float](), list[Answers]()
         right = True
         for seed in range(2, 2 + _OFFLOADS):
             memory.enter("train")
@@ -76,9 +76,7 @@ def with_offloads(name: str) -> Outcome:
             away.append(torch.cuda.mem_get_info()[0])
             with memory.using("actor"):
                 there.append(torch.cuda.mem_get_info()[0])
-            got = engines.answers_of(engine)
-            right = right and got == expected and got not in answers
-            answers.append(got)
+            right = says(engine, expected, said) and right
         outcome.facts |= {
             "free bytes without the actor": away,
             "free bytes with it": there,

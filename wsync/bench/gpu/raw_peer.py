@@ -50,7 +50,8 @@ def sizes_of(nbytes: int) -> Sequence[int]:
 
 def main(fd: int, port: int) -> None:
     """Answer until the other side closes the pipe."""
-    answer(Connection(fd), RawRank(TCPStore(LOOPBACK, port, None, False, timedelta(seconds=_TIMEOUT_S), False), 1))
+    timeout = timedelta(seconds=_TIMEOUT_S)
+    answer(Connection(fd), lambda: RawRank(TCPStore(LOOPBACK, port, None, False, timeout, False), 1))
 
 
 if __name__ == "__main__":

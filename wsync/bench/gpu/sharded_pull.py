@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import wsync
 from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import free, outcome_of
+from wsync.bench.gpu.checks import Answers, free, outcome_of, says
 from wsync.bench.gpu.links import received_bytes
 from wsync.bench.gpu.outcome import WARM_UP, Limit, Outcome, in_turn
 from wsync.bench.gpu.pulls import EXTRA_BYTES, PULL, timed
@@ -91,15 +91,12 @@ def _on_rank(rank: int, store: Store, name: str, rounds: int, small: bool, folde
         else:
             for _ in range(_syncs(rounds)):
                 session.sync()
-        answers: list[Any] = []
+        said = list[Answers]()
         for seed in (2, 3, 4):
             expected = renew(actor, config, seed)
             session.sync()
             if engine is not None:
-                answers.append(engines.answers_of(engine))
-                outcome.checks[f"tokens of weights {seed}"] = (
-                    answers[-1] == expected and answers[-1] not in answers[:-1]
-                )
+                outcome.checks[f"tokens of weights {seed}"] = says(engine, expected, said)
     return outcome
 
 
