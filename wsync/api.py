@@ -99,7 +99,8 @@ def connect(
     Args:
         actor, engine, config: as for `sync`.
         rank, world_size, store: the trainer's ranks, if torch.distributed is not initialised or should not be used;
-            all three or none. `store` is any torch store that all ranks reach.
+            all three or none. `store` is any torch store that all ranks reach; they also reach rank 0, at the address
+            that it has on the way to the store (with a store in files: all of them on one host).
 
     Raises:
         UnsupportedError: no adapter or no transport fits; the message lists what was seen and what is supported.
@@ -216,7 +217,7 @@ def _meeting(rank: int, world_size: int, store: Store | None, timeout_s: float) 
     if store is None:
         return Group(rank, world_size, None, timeout_s)
     if not _meetings or _meetings[0][0] is not store:
-        _meetings[:] = [(store, group_of(rank, world_size, store, "meeting", timeout_s))]
+        _meetings[:] = [(store, new_group("meeting", timeout_s, rank, world_size, store))]
     return _meetings[0][1]
 
 

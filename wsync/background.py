@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
 from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
@@ -68,15 +69,16 @@ class _Threads:
     """Threads that run calls, each for one at a time, and a few that wait for the next."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever collects garbage in here may start a call
         self._idle: list[_Thread] = []
         self._running: set[Future[object]] = set()
 
     def start(self, name: str, call: Callable[[], T], future: "Future[T]") -> None:
         """Run `call` at once, and put what comes of it into `future`."""
         with self._lock:
-            thread = self._idle.pop() if self._idle else None
-            if thread is not None:
+            thread = None
+            with suppress(IndexError):
+                thread = self._idle.pop()
                 thread.waits = False
             self._running.add(future)  # type: ignore[arg-type]
         fresh = thread is None

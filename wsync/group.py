@@ -7,7 +7,7 @@ the trainer's groups are untouched and the next sync builds a new one. The links
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -20,6 +20,7 @@ from wsync import wire
 from wsync.background import Background
 from wsync.deadline import Deadline
 from wsync.errors import ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError, WsyncError
+from wsync.mailbox import Mailbox
 from wsync.other_rank import OtherRank
 from wsync.rank_links import At, RankLinks
 from wsync.rank_zero import RankZero
@@ -30,8 +31,11 @@ _GRACE_S = 1.0
 """How much longer a transfer's own thread is waited for, so that its words come through."""
 
 
-_REPORT_S = 5.0
-"""How long somebody who reports a failure waits for rank 0, if the ranks have not met yet."""
+_STORE_S = 2.0
+"""How long the store is waited for, where that is not what a rank is here for."""
+
+_LOOK_S = 0.5
+"""How often a rank looks there for the words of those that it has not met."""
 
 
 class Group:
@@ -53,8 +57,10 @@ class Group:
         self.call = 0
         self._step = 0
         self._data: dist.ProcessGroup | None = None
-        self._links: RankLinks = OtherRank(rank, world_size) if rank else RankZero(world_size)
-        weakref.finalize(self, _close, self._links).atexit = False  # an exit without close is a death to the others
+        self._mailbox = Mailbox(store) if store is not None else None
+        self._links: RankLinks = OtherRank(rank, world_size, store) if rank else RankZero(world_size, store)
+        if world_size > 1:
+            weakref.finalize(self, _close, self._links).atexit = False  # an exit without close is a death to the others
 
     def enter(self) -> None:
         """Begin the next collective call. See `call`.
@@ -92,11 +98,18 @@ class Group:
         raise error
 
     def report(self, phase: str, error: BaseException) -> None:
-        """Post `error` in place of this rank's next message and wait for nobody's. Never raises."""
+        """Post `error` in place of this rank's next message and wait for nobody's. Never raises.
+
+        It also lies in the store, for those whom this rank has not met, or who come when it is gone.
+        """
         if self.world_size > 1:
-            with suppress(RuntimeError, WsyncError):  # rank 0 or the store is gone: the others find that out themselves
-                self._post({"phase": phase, "message": None, "error": f"{type(error).__name__}: {error}"})
-                self._links.wait(self._links.delivered, _REPORT_S, len(self._links.lost))
+            with suppress(Exception):  # rank 0 or the store is gone: the others find that out themselves
+                if not self._step:
+                    self.call = max(self.call, self._links.over + 1)
+                words = f"{type(error).__name__}: {error}"
+                envelope: dict[str, object] = {"phase": phase, "message": None, "error": words}
+                self._post(envelope)
+                self._letters().put_soon(self._letter(self.rank), envelope, Deadline.after(_STORE_S))
 
     def transfer(
         self,
@@ -135,7 +148,7 @@ class Group:
         self._data = None
 
     def close(self) -> None:
-        """Drop the communicator and hang up, once the others have heard what was posted."""
+        """Drop the communicator and hang up."""
         self.reset()
         self._links.close()
 
@@ -150,20 +163,24 @@ class Group:
         if self.world_size == 1:
             return [envelope]
         links = self._links
-        self._post(envelope)
+        try:
+            self._post(envelope)
+        except WsyncError as error:
+            self.report(phase, error)
+            raise
         while (messages := links.take(self._at)) is None:
-            if links.trouble:
-                raise RankError(f"rank {self.rank}: trainer rank 0 cannot be reached: {links.trouble}", [0])
             if links.late(self._at):
                 self.enter()
                 self._post(envelope)
-            elif missing := self._missing(deadline):
-                error = self._absence(phase, missing, deadline)
-                if not self._step:
-                    links.give_over(self.call)
-                self._step += 1
-                self.report(phase, error)
-                raise error
+                continue
+            absent, trouble = links.absent(self._at) or self._missing(deadline), links.trouble
+            if links.take(self._at) is not None:
+                continue  # it came before what is wrong now
+            if absent:
+                raise self._without(absent, phase, deadline)
+            if trouble:
+                words = self._words([0])
+                raise _stopped(phase, words) if words else trouble
         self._step += 1
         replies = [_opened(rank, message) for rank, message in enumerate(messages)]
         self._check(phase, replies)
@@ -175,23 +192,45 @@ class Group:
         None are if something else has settled the round.
         """
         links, at, known = self._links, self._at, 0
-        while links.wait(lambda: links.settled(at), max(0.0, deadline.expires - time.monotonic()), known):
-            if links.settled(at):
-                return []
-            known = len(links.lost)
-            missing = links.missing(at)
-            if set(missing).intersection(links.lost):
-                return missing
+        while (left_s := deadline.expires - time.monotonic()) > 0:
+            unmet = links.unmet
+            if links.wait(lambda: links.settled(at), min(left_s, _LOOK_S) if unmet else left_s, known):
+                if links.settled(at):
+                    return []
+                known = len(links.lost)
+                missing = links.missing(at)
+                if set(missing).intersection(links.lost):
+                    return missing
+            elif unmet and (failed := self._words(unmet)):
+                return list(failed)
         return links.missing(at)
+
+    def _without(self, absent: Sequence[int], phase: str, deadline: Deadline) -> RankError:
+        """What to raise as `absent` do not come, once the others know."""
+        words = self._words(absent)
+        error = _stopped(phase, words) if words else self._absence(phase, absent, deadline)
+        if not self._step:
+            self._links.give_over(self.call, absent)
+        self._step += 1
+        self.report(phase, error)
+        return error
+
+    def _words(self, ranks: Sequence[int]) -> Mapping[int, object]:
+        """Why those of `ranks` failed that left word in the store about this call."""
+        letters: Sequence[Any] = ()
+        with suppress(RuntimeError, SyncTimeout):
+            letters = self._letters().get_soon([self._letter(rank) for rank in ranks], Deadline.after(_STORE_S))
+        return {rank: letter["error"] for rank, letter in zip(ranks, letters, strict=False) if letter is not None}
 
     def _absence(self, phase: str, missing: Sequence[int], deadline: Deadline) -> RankError:
         dead = sorted(set(missing).intersection(self._links.lost))
         if dead:
             return self._death(dead, f"before phase {phase!r} of wsync call {self.call}")
+        obstacle = f". Of rank 0 it is known that {self._links.obstacle}" if self._links.obstacle else ""
         return RankError(
-            f"trainer rank(s) {missing} did not reach phase {phase!r} of wsync call {self.call} within "
+            f"trainer rank(s) {list(missing)} did not reach phase {phase!r} of wsync call {self.call} within "
             f"{deadline.timeout_s:g} s; this is rank {self.rank} of {self.world_size}. "
-            f"Every rank must call wsync in the same order",
+            f"Every rank must call wsync in the same order{obstacle}",
             missing,
         )
 
@@ -205,8 +244,7 @@ class Group:
     def _check(self, phase: str, replies: Sequence[dict[str, object]]) -> None:
         failed = {rank: reply["error"] for rank, reply in enumerate(replies) if reply["error"] is not None}
         if failed:
-            words = "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())
-            raise RankError(f"stopped before phase {phase!r}: {words}", list(failed))
+            raise _stopped(phase, failed)
         strayed = {rank: reply["phase"] for rank, reply in enumerate(replies) if reply["phase"] != phase}
         if strayed:
             raise RankError(
@@ -216,12 +254,20 @@ class Group:
             )
 
     def _post(self, envelope: dict[str, object]) -> None:
-        self._links.start(self._private_store())
+        self._links.start(self._letters())
         self._links.post(self._at, wire.pack(envelope))
 
     @property
     def _at(self) -> At:
         return self.call, self._step
+
+    def _letter(self, rank: int) -> str:
+        return f"failed/{self.call}/{rank}"
+
+    def _letters(self) -> Mailbox:
+        self._private_store()
+        assert self._mailbox is not None
+        return self._mailbox
 
     def _private_store(self) -> Store:
         if self._store is None:
@@ -261,6 +307,11 @@ class Group:
             raise TransportError(
                 f"rank {self.rank}: {call.name} broke or passed its deadline of {deadline.timeout_s:g} s: {error}"
             ) from error
+
+
+def _stopped(phase: str, words: Mapping[int, object]) -> RankError:
+    said = "; ".join(f"rank {rank}: {text}" for rank, text in words.items())
+    return RankError(f"stopped before phase {phase!r}: {said}", list(words))
 
 
 def _opened(rank: int, message: bytes) -> dict[str, object]:

@@ -1,42 +1,48 @@
 """The end of the links between trainer ranks that every rank but 0 has."""
 
+import ipaddress
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 
 from torch.distributed.distributed_c10d import Store
 
-from wsync import wire
 from wsync.deadline import Deadline
-from wsync.errors import PeerError, ProtocolError, SyncTimeout, WsyncError
+from wsync.errors import ProtocolError, RankError, TransportError, WsyncError
+from wsync.mailbox import Mailbox
 from wsync.protocols import Ticket
-from wsync.rank_links import DOOR, SEND_S, At, Ends, Frame, check_length
+from wsync.rank_links import DOOR, At, Ends, Frame, check_length, say
+from wsync.rank_zero import store_address
+from wsync.transports.dial import address_parts
 from wsync.transports.link import Link
 from wsync.transports.listener import connect
 from wsync.wire import MAX_FRAME_BYTES
 
 _ASK_S = 2.0
 _CONNECT_S = 30.0
-_LINGER_S = 30.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 1e-3, 5e-2
 
 
 class OtherRank(Ends):
     """Meets `RankLinks`."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, store: Store | None) -> None:
         """Local; nothing is connected."""
-        super().__init__(world_size)
-        self._rank = rank
+        super().__init__(rank, world_size)
+        self._store = store
         self._started = self._met = False
         self._unsent: list[Frame] = []
         self._here: tuple[At, Sequence[int]] | None = None
 
-    def start(self, store: Store) -> None:
+    @property
+    def unmet(self) -> Sequence[int]:
+        """See `RankLinks`."""
+        return [] if self._met else [0]
+
+    def start(self, mailbox: Mailbox) -> None:
         """See `RankLinks`."""
         if not self._started:
             self._started = True
-            self.run(lambda: self._join(store))
+            self.run(lambda: self._join(mailbox))
 
     def post(self, at: At, message: bytes) -> None:
         """See `RankLinks`."""
@@ -45,28 +51,25 @@ class OtherRank(Ends):
 
     def missing(self, at: At) -> Sequence[int]:
         """See `RankLinks`."""
-        self._here = None
-        self._say(("ask", *at))
-        self.wait(lambda: self.settled(at) or self._answered(at), _ASK_S, len(self.lost))
         with self.changed:
-            answered, here = self._here if self._here is not None else (None, ())
-        missing = [rank for rank in range(self._world_size) if rank not in here] if answered == at else [0]
-        if not missing:  # then it is about to tell
-            self.wait(lambda: self.settled(at), _ASK_S, len(self.lost))
-        return [] if self.settled(at) else missing or [0]
+            self._here = None
+            link = self.links.get(0)
+        if link is None:
+            return [] if self.settled(at) else [0]
+        say(link, ("ask", *at))
+        self.wait(lambda: self.settled(at) or self._answer(at) is not None or 0 in self.lost, _ASK_S, self._world_size)
+        here = self._answer(at)
+        if here is not None and len(here) == self._world_size:  # rank 0 is about to tell
+            self.wait(lambda: self.settled(at) or 0 in self.lost, _ASK_S, self._world_size)
+            here = None
+        if self.settled(at):
+            return []
+        return [0] if here is None else [rank for rank in range(self._world_size) if rank not in here]
 
-    def give_over(self, call: int) -> None:
+    def give_over(self, call: int, absent: Sequence[int]) -> None:
         """See `RankLinks`."""
-        self._say(("over", call))
-
-    def delivered(self) -> bool:
-        """See `RankLinks`."""
-        return not self._unsent or bool(self.trouble)
-
-    def close(self) -> None:
-        """See `RankLinks`."""
-        self.closed = True
-        self.hang_up()
+        self.end(call, absent)
+        self._say(("over", call, list(absent)))
 
     def heard(self, rank: int, frame: Frame) -> None:
         """See `Ends`."""
@@ -79,62 +82,71 @@ class OtherRank(Ends):
                     self._late = (call, step)
                 case ("here", int(call), int(step), tuple(ranks)):
                     self._here = ((call, step), ranks)
-                case ("over", int(call)):
-                    self.over = max(self.over, call)
+                case ("over", int(call), tuple(absent)):
+                    self.end(call, absent)
                 case ("lost", int(other)):
                     self.lose(other)
                 case _:
                     raise ProtocolError("rank 0 sent an unknown frame")
             self.changed.notify_all()
 
-    def _answered(self, at: At) -> bool:
-        return self._here is not None and self._here[0] == at
+    def parted(self, rank: int) -> None:
+        """See `Ends`."""
+        self.fail(RankError("trainer rank 0 closed its session", [0]))
+
+    def _answer(self, at: At) -> Sequence[int] | None:
+        with self.changed:
+            return self._here[1] if self._here is not None and self._here[0] == at else None
 
     def _say(self, frame: Frame) -> None:
         with self.changed:
             link = self.links.get(0)
             if not self._met:
                 self._unsent.append(frame)
-        if link is not None:
-            with suppress(PeerError, SyncTimeout):  # the thread that listens hears of it
-                link.send(frame, Deadline.after(SEND_S))
+        if link is not None and self._met:
+            say(link, frame)
 
-    def _join(self, store: Store) -> None:
-        """Find rank 0 as soon as it is there, then listen to it."""
+    def _join(self, mailbox: Mailbox) -> None:
+        """Find rank 0 as soon as it is there, then listen to it. Runs on a thread of its own."""
         try:
-            link = self._find(store)
-        except (RuntimeError, WsyncError) as error:
-            with self.changed:
-                self.trouble = str(error)
-                self.changed.notify_all()
+            link = self._find(mailbox)
+        except RuntimeError as error:
+            self.fail(TransportError(f"rank {self._rank}: the store that connects the trainer ranks is gone: {error}"))
             return
         if link is None:
             return
         with self.changed:
-            with suppress(WsyncError):  # heard of below
-                for frame in self._unsent:
-                    link.send(frame, Deadline.after(SEND_S))
-            self._unsent = []
-            self.links[0], self._met = link, True
-            self.changed.notify_all()
+            self.links[0] = link
+        while self._unsaid():
+            say(link, self._unsent.pop(0))
         if self.closed:
-            self.hang_up()
-        try:
-            while self.links:
-                self.listen()
-        finally:
-            self.leave()
+            self.part(link)
+        while self.links:
+            self.listen()
 
-    def _find(self, store: Store) -> Link | None:
-        """None if this rank has closed meanwhile, and has nothing more to say."""
-        pause_s, until = _FIRST_LOOK_S, time.monotonic() + _LINGER_S
-        while not store.check([DOOR]):
-            if self.closed and (not self._unsent or time.monotonic() > until):
-                return None
+    def _unsaid(self) -> bool:
+        """Whether something was posted before there was a link; if not, posts go over the link from now on."""
+        with self.changed:
+            self._met = not self._unsent
+            return not self._met
+
+    def _find(self, mailbox: Mailbox) -> Link | None:
+        """None if this rank has closed meanwhile."""
+        pause_s = _FIRST_LOOK_S
+        while not self.closed:
+            ticket = mailbox.get(DOOR)
+            if isinstance(ticket, Ticket):
+                try:
+                    return self._connect(ticket)
+                except WsyncError as error:
+                    self.obstacle = str(error)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
-        ticket = wire.unpack(store.get(DOOR))
-        if not isinstance(ticket, Ticket):
-            raise ProtocolError("the store holds something else where trainer rank 0 tells its address")
+        return None
+
+    def _connect(self, ticket: Ticket) -> Link:
+        host, port = address_parts(ticket.address)
+        at = f"[{store_address(self._store)[0]}]:{port}" if ipaddress.ip_address(host).is_unspecified else None
         deadline = Deadline.after(_CONNECT_S)
-        return connect(ticket, self._rank, deadline, peer="trainer rank 0", max_bytes=MAX_FRAME_BYTES)[0]
+        peer, longest = "trainer rank 0", MAX_FRAME_BYTES
+        return connect(ticket, self._rank, deadline, at=at, peer=peer, max_bytes=longest)[0]

@@ -3,15 +3,15 @@
     rank r                                 rank 0
       | -- post(call, step, message) ------> |    kept until everybody's is here
       | <- all(call, step, messages) ------- |    by rank; as many frames as it takes
-      | <- late(call, step) ---------------- |    instead: that call is over
       | -- ask(call, step) ----------------> |
       | <- here(call, step, ranks) --------- |    who has posted
-      | -- over(call) ---------------------> |    it began without somebody, who is to skip it
-      | <- over(call) ---------------------- |
-      | <- lost(rank) ---------------------- |
+      | -- over(call, absent) -------------> |    it began without them; nobody waits for them any more
+      | <- over(call, absent) -------------- |
+      | <- late(call, step) ---------------- |    to whoever begins a call that is over
+      | <- lost(rank) ---------------------- |    its process ended, or its host cannot be reached
       | -- bye ------- or ------- bye ------ |    a group that is closed is no death
 
-The store of the trainer's ranks only tells where rank 0 listens, and the secret.
+Where rank 0 listens, and the secret, lie in the mailbox.
 """
 
 import threading
@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
-from torch.distributed.distributed_c10d import Store
-
 from wsync.deadline import FOREVER_S, Deadline
 from wsync.errors import PeerError, ProtocolError, WsyncError
+from wsync.mailbox import Mailbox
 from wsync.transports.link import Link, wait_any
 from wsync.wire import MAX_FRAME_BYTES
 
@@ -35,7 +34,7 @@ NEVER: At = (-1, 0)
 """Before the first step of the first call, which is 0."""
 
 DOOR = "door"
-"""Where the store tells of rank 0."""
+"""Where the mailbox tells of rank 0."""
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 1024
 SEND_S = 10.0
@@ -48,15 +47,22 @@ class RankLinks(Protocol):
     Attributes:
         lost: ranks whose process ended without closing its group, or whose host cannot be reached any more.
         over: the last call that somebody gave up before all had begun it, -1 if there is none.
-        trouble: why rank 0 cannot be reached, "" as long as it may be.
+        trouble: why nothing will come any more, None as long as it may.
+        obstacle: why rank 0 could not be reached so far, "" if nothing is known.
     """
 
     lost: list[int]
     over: int
-    trouble: str
+    trouble: WsyncError | None
+    obstacle: str
 
-    def start(self, store: Store) -> None:
+    def start(self, mailbox: Mailbox) -> None:
         """Meet the others, in the background. Raises `TransportError` if rank 0 has no address for them."""
+        ...
+
+    @property
+    def unmet(self) -> Sequence[int]:
+        """Ranks with which this one has had no link yet."""
         ...
 
     def post(self, at: At, message: bytes) -> None:
@@ -71,6 +77,10 @@ class RankLinks(Protocol):
         """Whether this rank began a call that was over."""
         ...
 
+    def absent(self, at: At) -> Sequence[int]:
+        """Ranks without which this was given over, while this rank waits for them."""
+        ...
+
     def settled(self, at: At) -> bool:
         """Whether there is nothing to wait for any more."""
         ...
@@ -79,12 +89,8 @@ class RankLinks(Protocol):
         """Ranks that have not posted, as rank 0 knows; rank 0 itself if it does not say. Empty if `settled`."""
         ...
 
-    def give_over(self, call: int) -> None:
+    def give_over(self, call: int, absent: Sequence[int]) -> None:
         """Nobody is to begin this call any more."""
-        ...
-
-    def delivered(self) -> bool:
-        """Whether what was posted here is on its way."""
         ...
 
     def wait(self, done: Callable[[], bool], timeout_s: float, known: int = 0) -> bool:
@@ -103,20 +109,22 @@ class RankLinks(Protocol):
 class Ends:
     """What both ends have in common: links by rank, a thread that listens to them, and who is lost.
 
-    `changed` guards every attribute; frames go out without it.
+    State changes with `changed` held, and frames go out without it.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
         """Local; nothing is connected."""
         self.changed = threading.Condition()
         self.lost: list[int] = []
-        self.over = -1
-        self.trouble = ""
+        self.over = NEVER[0]
+        self.trouble: WsyncError | None = None
+        self.obstacle = ""
         self.links: dict[int, Link] = {}
-        self.closed = self.hung_up = False
-        self._world_size = world_size
+        self.closed = False
+        self._rank, self._world_size = rank, world_size
         self._whole: tuple[At, list[bytes]] = (NEVER, [])
         self._late: At | None = None
+        self._absent: tuple[int, Sequence[int]] = (NEVER[0], ())
 
     def take(self, at: At) -> Sequence[bytes] | None:
         """See `RankLinks`."""
@@ -128,9 +136,15 @@ class Ends:
         """See `RankLinks`."""
         return self._late == at
 
+    def absent(self, at: At) -> Sequence[int]:
+        """See `RankLinks`."""
+        with self.changed:
+            call, ranks = self._absent
+            return ranks if at == (call, 0) else ()
+
     def settled(self, at: At) -> bool:
         """See `RankLinks`."""
-        return self.late(at) or bool(self.trouble) or self.take(at) is not None
+        return self.take(at) is not None or bool(self.trouble or self.absent(at)) or self.late(at)
 
     def wait(self, done: Callable[[], bool], timeout_s: float, known: int = 0) -> bool:
         """See `RankLinks`."""
@@ -142,38 +156,37 @@ class Ends:
         with self.changed:
             self.changed.notify_all()
 
-    def hang_up(self) -> None:
-        """Say good-bye and end the thread that listens. Never raises."""
+    def close(self) -> None:
+        """See `RankLinks`. The thread that listens hears the links end, and closes them."""
         with self.changed:
-            self.hung_up = True
+            self.closed = True
             links = list(self.links.values())
         for link in links:
-            with suppress(WsyncError):
-                link.send(("bye",), Deadline.after(_BYE_S))
-            link.shutdown()
+            self.part(link)
+
+    def part(self, link: Link) -> None:
+        """Say good-bye and hang up. Never raises."""
+        with suppress(WsyncError):
+            link.send(("bye",), Deadline.after(_BYE_S))
+        link.shutdown()
 
     def run(self, body: Callable[[], None]) -> None:
         """On a thread of its own."""
         threading.Thread(target=body, name="wsync trainer ranks", daemon=True).start()
 
-    def listen(self, filenos: Sequence[int] = ()) -> None:
-        """Wait until a link, or one of `filenos`, has something to say; take in what links say."""
+    def listen(self, filenos: Sequence[int] = (), timeout_s: float = FOREVER_S) -> None:
+        """Wait until a link or one of `filenos` has something to say; take in what links say. Raises `SyncTimeout`."""
         links = list(self.links.values())
-        wait_any([*filenos, *(fd for link in links for fd in link.filenos())], Deadline.after(FOREVER_S), "ranks")
+        wait_any([*filenos, *(fd for link in links for fd in link.filenos())], Deadline.after(timeout_s), "ranks")
         for rank in list(self.links):
             self._hear(rank)
-
-    def leave(self) -> None:
-        """When nobody listens any more: close the links."""
-        while self.links:
-            _, link = self.links.popitem()
-            with suppress(WsyncError):  # one that came while this side was closing has heard no good-bye yet
-                link.send(("bye",), Deadline.after(_BYE_S))
-            link.close()
 
     def heard(self, rank: int, frame: Frame) -> None:
         """Take a frame in. Raises `ProtocolError` if it is none that `rank` sends."""
         raise NotImplementedError
+
+    def parted(self, rank: int) -> None:
+        """That rank said good-bye."""
 
     def lose(self, rank: int) -> None:
         """That rank is gone."""
@@ -182,11 +195,26 @@ class Ends:
                 self.lost.append(rank)
             self.changed.notify_all()
 
+    def fail(self, error: WsyncError) -> None:
+        """Nothing will come any more."""
+        with self.changed:
+            self.trouble = error
+            self.changed.notify_all()
+
+    def end(self, call: int, absent: Sequence[int]) -> None:
+        """Somebody gave `call` over."""
+        with self.changed:
+            self.over = max(self.over, call)
+            if self._rank not in absent:
+                self._absent = (call, absent)
+            self.changed.notify_all()
+
     def _hear(self, rank: int) -> None:
         try:
             while (frame := self.links[rank].receive()) is not None:
                 if frame == ("bye",):
                     self._drop(rank)
+                    self.parted(rank)
                     return
                 self.heard(rank, frame)
         except (PeerError, ProtocolError):
@@ -204,3 +232,11 @@ def check_length(message: bytes) -> None:
     """Raises `ProtocolError` if it does not fit a frame."""
     if len(message) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(message)} bytes is longer than the bound of {MAX_MESSAGE_BYTES} bytes")
+
+
+def say(link: Link, frame: Frame) -> None:
+    """Send it, or hang up: half a frame is of no use, and the thread that listens hears of the end. Never raises."""
+    try:
+        link.send(frame, Deadline.after(SEND_S))
+    except WsyncError:
+        link.shutdown()

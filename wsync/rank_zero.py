@@ -1,48 +1,55 @@
 """Trainer rank 0's end of the links between ranks: it collects what is posted and tells everybody."""
 
+import ipaddress
 import socket
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import cast
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from wsync import wire
-from wsync.deadline import Deadline
+from wsync.deadline import FOREVER_S
 from wsync.errors import ProtocolError, SyncTimeout, TransportError, WsyncError
-from wsync.rank_links import DOOR, NEVER, SEND_S, At, Ends, Frame, check_length
+from wsync.mailbox import Mailbox
+from wsync.rank_links import DOOR, NEVER, At, Ends, Frame, check_length, say
 from wsync.transports.link import address_of
 from wsync.transports.listener import Listener, Welcome, listen_at, new_ticket
 from wsync.wire import MAX_FRAME_BYTES
 
-_LINGER_S = 30.0
+_DOOR_SHUT_S = 0.5
+"""How long nobody is let in when the system has no descriptor left: else those who wait would keep us busy."""
+
 _TOGETHER_BYTES = 1 << 20
 
 
 class RankZero(Ends):
     """Meets `RankLinks`."""
 
-    def __init__(self, world_size: int) -> None:
-        """Local; nothing is connected."""
-        super().__init__(world_size)
+    def __init__(self, world_size: int, store: Store | None) -> None:
+        """Local; nothing is connected. The host of `store` tells which address of this host others reach."""
+        super().__init__(0, world_size)
+        self._store = store
         self._listener: Listener | None = None
+        self._met: set[int] = set()
         self._posts: dict[At, dict[int, bytes]] = {}
         self._told: At = NEVER
-        self._timer: threading.Timer | None = None
 
-    def start(self, store: Store) -> None:
+    @property
+    def unmet(self) -> Sequence[int]:
+        """See `RankLinks`."""
+        return [rank for rank in range(1, self._world_size) if rank not in self._met]
+
+    def start(self, mailbox: Mailbox) -> None:
         """See `RankLinks`."""
         if self._listener is not None:
             return
         try:
-            sock = listen_at(f"[{_own_host(store)}]:0")
+            sock = listen_at(f"[{_own_host(self._store)}]:0")
         except (OSError, WsyncError) as error:
             raise TransportError(f"trainer rank 0 has no address for the other ranks: {error}") from error
         ticket = new_ticket("ranks", address_of(sock.getsockname()), 0)
-        self._listener = Listener(sock, ticket, self._world_size - 1, first=1, max_bytes=MAX_FRAME_BYTES)
-        store.set(DOOR, cast("str", wire.pack(ticket)))  # bytes are taken as they are; torch's stub says str
-        self.run(self._serve)
+        listener = Listener(sock, ticket, self._world_size - 1, first=1, max_bytes=MAX_FRAME_BYTES)
+        self.run(lambda: self._serve(mailbox, listener))
+        self._listener = listener
 
     def post(self, at: At, message: bytes) -> None:
         """See `RankLinks`."""
@@ -53,37 +60,20 @@ class RankZero(Ends):
     def missing(self, at: At) -> Sequence[int]:
         """See `RankLinks`."""
         with self.changed:
-            told = self._told == at  # or another thread is about to
+            telling = self._told == at  # on the thread that listens
             missing = [rank for rank in range(self._world_size) if rank not in self._posts.get(at, ())]
-        if told:
-            self.wait(lambda: self.settled(at), SEND_S, len(self.lost))
+        if telling:
+            self.wait(lambda: self.settled(at), FOREVER_S, self._world_size)
         return [] if self.settled(at) else missing
 
-    def give_over(self, call: int) -> None:
+    def give_over(self, call: int, absent: Sequence[int]) -> None:
         """See `RankLinks`."""
-        with self.changed:
-            self.over = max(self.over, call)
-        self._tell(("over", call))
-
-    def delivered(self) -> bool:
-        """See `RankLinks`."""
-        return True
+        self.end(call, absent)
+        self._tell(("over", call, list(absent)))
 
     def close(self) -> None:
-        """See `RankLinks`. If others have yet to hear what was posted here, the links stay a while for them."""
-        with self.changed:
-            self.closed = True
-            owing = self._owing()
-        if owing:
-            self._timer = threading.Timer(_LINGER_S, self.hang_up)
-            self._timer.daemon = True
-            self._timer.start()
-        else:
-            self.hang_up()
-
-    def hang_up(self) -> None:
-        """See `Ends`."""
-        super().hang_up()
+        """See `RankLinks`."""
+        super().close()
         if self._listener is not None:
             self._listener.shutdown()
 
@@ -92,13 +82,13 @@ class RankZero(Ends):
         match frame:
             case ("post", int(call), int(step), bytes(message)):
                 if not self._put(rank, (call, step), message):
-                    self._send(rank, ("late", call, step))
+                    say(self.links[rank], ("late", call, step))
             case ("ask", int(call), int(step)):
                 with self.changed:
                     here = list(self._posts.get((call, step), ()))
-                self._send(rank, ("here", call, step, here))
-            case ("over", int(call)):
-                self.give_over(call)
+                say(self.links[rank], ("here", call, step, here))
+            case ("over", int(call), tuple(absent)):
+                self.give_over(call, absent)
             case _:
                 raise ProtocolError(f"rank {rank} sent an unknown frame")
 
@@ -106,10 +96,6 @@ class RankZero(Ends):
         """See `Ends`."""
         super().lose(rank)
         self._tell(("lost", rank))
-
-    def _owing(self) -> bool:
-        """Whether somebody is still to come for what rank 0 posted. Call with `changed` held."""
-        return any(0 in posts for (call, _), posts in self._posts.items() if call > self.over)
 
     def _put(self, rank: int, at: At, message: bytes) -> bool:
         """Keep it, or tell everybody if it is the last one. False if it is the first step of a call that is over."""
@@ -132,72 +118,86 @@ class RankZero(Ends):
             # Whoever has posted here waits for no earlier step.
             self._posts = {other: kept for other, kept in self._posts.items() if other > at}
             self.changed.notify_all()
-            done = self.closed and not self._owing()
-        if done:
-            self.hang_up()
         return True
 
     def _tell(self, frame: Frame) -> None:
-        for rank in list(self.links):
-            self._send(rank, frame)
+        with self.changed:
+            links = list(self.links.values())
+        for link in links:
+            say(link, frame)
 
-    def _send(self, rank: int, frame: Frame) -> None:
-        link = self.links.get(rank)
-        if link is None:
-            return
+    def _serve(self, mailbox: Mailbox, listener: Listener) -> None:
+        """Let the others in and listen, until there is nobody to listen to. Runs on a thread of its own."""
         try:
-            link.send(frame, Deadline.after(SEND_S))
-        except SyncTimeout:
-            link.shutdown()  # half a frame is of no use; the thread that listens hears of the end
-        except WsyncError:
-            pass  # it hears of this, too
-
-    def _serve(self) -> None:
-        """Listen until there is nobody to listen to."""
-        listener = self._listener
-        try:
-            while self.links or (listener is not None and not self.hung_up):
-                self.listen(listener.filenos() if listener is not None else ())
-                if listener is not None and not self.hung_up:
+            mailbox.put(DOOR, listener.ticket)
+            while not self.closed and listener.absent:
+                with suppress(SyncTimeout):
                     self._admit(listener)
-                    if not listener.absent:
-                        listener.close()
-                        listener = None
+            listener.close()
+            while self.links:
+                self.listen()
+        except Exception as error:
+            self.fail(TransportError(f"trainer rank 0 has lost the other ranks: {type(error).__name__}: {error}"))
         finally:
-            if listener is not None:
-                listener.close()
-            if self._timer is not None:
-                self._timer.cancel()
-            self.leave()
+            listener.close()
+            for rank in list(self.links):
+                self._drop(rank)
 
     def _admit(self, listener: Listener) -> None:
-        with suppress(TransportError):  # no descriptor is left: whoever waits at the door comes in later
+        try:
+            self.listen(listener.filenos())
             for rank, link in listener.admit(Welcome()):
                 with self.changed:
                     self.links[rank] = link
-                    news: list[Frame] = [("lost", other) for other in self.lost]
-                    news += [("over", self.over)] if self.over >= 0 else []
-                for frame in news:
-                    self._send(rank, frame)
+                    self._met.add(rank)
+                    closed, news = self.closed, [("lost", other) for other in self.lost]
+                    over = ("over", self.over, list(self._absent[1]))
+                for frame in [*news, *([over] if self.over > NEVER[0] else [])]:
+                    say(link, frame)
+                if closed:
+                    self.part(link)
+        except TransportError:
+            self.listen(timeout_s=_DOOR_SHUT_S)
 
 
 def _frames(at: At, messages: Sequence[bytes]) -> Iterator[Frame]:
     """Short messages travel together, a long one alone."""
     together: list[bytes] = []
+    nbytes = 0
     for message in messages:
-        if together and sum(map(len, together)) + len(message) > _TOGETHER_BYTES:
+        if together and nbytes + len(message) > _TOGETHER_BYTES:
             yield ("all", *at, together)
-            together = []
+            together, nbytes = [], 0
         together.append(message)
+        nbytes += len(message)
     yield ("all", *at, together)
 
 
-def _own_host(store: Store) -> str:
-    """The address of this host on the way to the store, which every rank reaches. Sends nothing."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    host, port = getattr(store, "host", "127.0.0.1"), getattr(store, "port", 1)
+def _own_host(store: Store | None) -> str:
+    """The address of this host on the way to the store, which every rank reaches. Sends nothing.
+
+    If the store is at a name of this host that means itself, as Debian's do, it is every address: others know the name.
+    """
+    host, port = store_address(store)
     family, _, _, _, name = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(name)
-        return str(probe.getsockname()[0])
+        own = str(probe.getsockname()[0])
+    if ipaddress.ip_address(own).is_loopback and not is_loopback(host):
+        return "::" if family == socket.AF_INET6 else "0.0.0.0"
+    return own
+
+
+def store_address(store: Store | None) -> tuple[str, int]:
+    """Host and port of the store; of this host if it has none, as a store in files."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return str(getattr(store, "host", "127.0.0.1")), int(getattr(store, "port", 1))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this host whoever reads it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

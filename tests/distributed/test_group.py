@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import pytest
 import torch
@@ -34,9 +35,6 @@ def exchange_small_and_large(me: Rank) -> bool:
     before = me.store.num_keys()
     replies = group.round("large", bytes([me.rank]) * (9 << 20), deadline)
     assert replies == [bytes([rank]) * (9 << 20) for rank in range(me.world_size)]
-    with pytest.raises(ProtocolError, match="longer than the bound"):
-        group.round("too large", bytes(MAX_MESSAGE_BYTES), deadline)
-    dist.barrier()
     return me.store.num_keys() == before
 
 
@@ -152,6 +150,79 @@ def die_before_sending(me: Rank) -> str:
     return str(caught.value)
 
 
+def meet_when(me: Rank, key: str) -> None:
+    patience = Deadline.after(20)
+    while not me.store.check([key]):
+        patience.remaining(key)
+
+
+def words_of(group: Group, phase: str = "begin", timeout_s: float = 20.0) -> str:
+    """What a round that cannot succeed raises, and that it did so long before its deadline."""
+    started = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        group.round(phase, None, Deadline.after(timeout_s))
+    assert time.monotonic() - started < 10
+    return f"{caught.value.ranks} {caught.value}"
+
+
+def fail_and_die(me: Rank, culprit: int, met: bool) -> str:
+    """The culprit reports a failure, and its process ends before any other rank has come (back)."""
+    group = group_of(me)
+    if met:
+        group.round("connect", None, Deadline.after(20))
+    if me.rank == culprit:
+        group.report("begin", ValueError("no engine"))
+        me.store.set("reported", "")
+        os.kill(os.getpid(), signal.SIGKILL)
+    meet_when(me, "reported")
+    return words_of(group)
+
+
+def killed_in_a_round(me: Rank) -> str:
+    group = group_of(me)
+    group.round("connect", None, Deadline.after(20))
+    if me.rank == 0:
+        meet_when(me, "waits")
+        os.kill(os.getpid(), signal.SIGKILL)
+    me.store.set("waits", "")
+    return words_of(group)
+
+
+def close_and_stay(me: Rank) -> str:
+    group = group_of(me)
+    group.round("connect", None, Deadline.after(20))
+    words = "closed"
+    if me.rank == 0:
+        group.close()
+    else:
+        words = words_of(group)
+    dist.barrier()
+    return words
+
+
+def give_up_and_close(me: Rank) -> str:
+    """Rank 1 stays away. Rank 0 gives up first and closes; rank 2, which is more patient, has it from rank 0 then."""
+    words = "stayed away"
+    if me.rank != 1:
+        group = group_of(me)
+        with pytest.raises(RankError) as caught:
+            group.round("begin", None, Deadline.after(2.0 if me.rank == 0 else 20.0))
+        words = f"{caught.value.ranks} {caught.value}"
+        group.close()
+    dist.barrier()
+    return words
+
+
+def one_message_is_too_long(me: Rank) -> str:
+    group = group_of(me)
+    group.round("connect", None, Deadline.after(20))
+    if me.rank != 1:
+        return words_of(group)
+    with pytest.raises(ProtocolError, match="longer than the bound"):
+        group.round("begin", bytes(MAX_MESSAGE_BYTES), Deadline.after(20))
+    return "refused"
+
+
 def test_rounds_carry_messages_of_any_size_and_leave_the_store_clean() -> None:
     assert all(run_ranks(exchange_small_and_large, 3, timeout_s=60))
 
@@ -184,6 +255,37 @@ def test_a_rank_that_missed_a_call_meets_the_others_in_the_next() -> None:
 def test_a_rank_that_fails_before_the_first_round_is_heard_by_a_slower_one() -> None:
     _, words = run_ranks(fail_first, 2, timeout_s=60)
     assert words == "stopped before phase 'begin': rank 0: ValueError: no engine"
+
+
+@pytest.mark.parametrize("met", [False, True], ids=["unmet", "met"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_failure_is_heard_though_its_process_has_ended(culprit: int, met: bool) -> None:
+    words = run_ranks(fail_and_die, 3, culprit, met, timeout_s=60, expected_dead={culprit})
+    expected = f"({culprit},) stopped before phase 'begin': rank {culprit}: ValueError: no engine"
+    assert [said for rank, said in enumerate(words) if rank != culprit] == [expected] * 2
+
+
+def test_the_death_of_rank_0_ends_a_round_at_once() -> None:
+    _, *words = run_ranks(killed_in_a_round, 3, timeout_s=60, expected_dead={0})
+    assert all(said.startswith("(0,) trainer rank(s) [0] died before phase 'begin'") for said in words)
+
+
+def test_a_rank_0_that_closes_ends_the_rounds_of_others_at_once() -> None:
+    _, *words = run_ranks(close_and_stay, 3, timeout_s=60)
+    assert words == ["(0,) trainer rank 0 closed its session"] * 2
+
+
+def test_who_gives_up_first_tells_the_others_who_is_missing() -> None:
+    first, _, third = run_ranks(give_up_and_close, 3, timeout_s=60)
+    assert first.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
+    assert third.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
+
+
+def test_a_message_that_is_too_long_is_heard_of_by_the_others() -> None:
+    first, second, third = run_ranks(one_message_is_too_long, 3, timeout_s=60)
+    assert second == "refused"
+    for said in (first, third):
+        assert said.startswith("(1,) stopped before phase 'begin': rank 1: ProtocolError: a message of")
 
 
 def test_closing_leaves_the_last_messages_for_slower_ranks() -> None:

@@ -51,7 +51,7 @@ class Phases:
             residents: of this rank, in the order in which they leave. Other ranks may have others.
             phases: name -> residents, in the order in which they come.
             device: where they are.
-            group: the trainer's ranks, on a store of its own. `group.timeout_s` is the longest wait for one step.
+            group: the trainer's ranks. `group.timeout_s` is the longest wait for one step.
             together: see `transition`.
 
         Raises `ConfigError` if a name is there twice, or a phase names what does not exist.

@@ -24,16 +24,16 @@ from wsync.deadline import Deadline
 from wsync.errors import ConfigError, PeerError, ProtocolError, TransportError, WsyncError
 from wsync.protocols import Ticket
 from wsync.transports.dial import address_parts, dial
-from wsync.transports.link import MAX_BYTES, Link, credentials, shutdown
+from wsync.transports.link import MAX_BYTES, Link, credentials, not_for_children, shutdown
 from wsync.wire import FrameReader, pack, recv_frame, send_frame
 
 _HELLO_BYTES = 4096
 _NONCE_BYTES = 32
-_BACKLOG = 128
+_BACKLOG = 4096
 _BRIEFLY_S = 1.0  # for frames that fit an empty socket buffer: never waited for in practice
 _SILENCE_S = 10.0
 _MOST_VISITORS = 64
-"""More than that at the door at once, and the one that has been silent longest must go."""
+"""More than that at the door at once, beside those who are expected: the one that has been silent longest must go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +111,7 @@ class Listener:
         self._visitors: list[_Visitor] = []
         self._pid = os.getpid()
         self._sock = sock
+        not_for_children(sock)
         self._down = False
 
     def filenos(self) -> list[int]:
@@ -128,8 +129,9 @@ class Listener:
             try:
                 frame = visitor.reader.step()
                 if frame is not None:
-                    yield self._greet(visitor, frame[0], welcome)
+                    admitted = self._greet(visitor, frame[0], welcome)
                     self._visitors.remove(visitor)
+                    yield admitted
             except WsyncError as error:
                 self._turn_away(visitor, str(error))
 
@@ -164,7 +166,8 @@ class Listener:
             except WsyncError as error:
                 self._turn_away(visitor, str(error))
         silent = time.monotonic() - _SILENCE_S
-        for visitor in [v for v in self._visitors if v.since < silent] or self._visitors[:-_MOST_VISITORS]:
+        most = _MOST_VISITORS + len(self.absent)
+        for visitor in [v for v in self._visitors if v.since < silent] or self._visitors[:-most]:
             self._turn_away(visitor, "it did not greet in time")
 
     def _greet(self, visitor: _Visitor, hello: object, welcome: Welcome) -> tuple[int, Link]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 
 from wsync.deadline import Deadline
-from wsync.errors import PeerError, ProtocolError
+from wsync.errors import PeerError, ProtocolError, SyncTimeout
 from wsync.transports.link import Link
 from wsync.transports.listener import Listener, Welcome
 from wsync.transports.ring import failed
@@ -58,7 +58,7 @@ class Receivers:
         for index, link in self.links.items():
             try:
                 link.send(frame, deadline)
-            except PeerError as error:
+            except (PeerError, SyncTimeout) as error:
                 lost[index] = str(error)
         return lost
 
