@@ -3,27 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from integrations.ppo import conflicts
 from integrations.ppo.errors import ConflictError
 
-POSITIVE = (
-    "engine_tp_size",
-    "sp_size",
-    "engine_mem_util",
-    "prompt_max_len",
-    "generate_max_len",
-    "temperature",
-    "rollout_batch_size",
-    "n_samples_per_prompt",
-    "micro_rollout_batch_size",
-    "train_batch_size",
-    "micro_train_batch_size",
-    "max_epochs",
-    "steps",
-    "max_norm",
-    "chunk_size",
-    "remote_reward_timeout_s",
-    "kl_horizon",
-)
 TOY_REWARDS = ("integrations.ppo.toy:lowercase_fraction",)
 
 
@@ -39,6 +21,11 @@ class Arguments:
     fsdp: bool = option(False, "shard with FSDP2 (fully_shard); without it DeepSpeed does")
     zero_stage: Literal[1, 2, 3] = option(2, "of DeepSpeed")
     bf16: bool = option(False, "compute in bfloat16; the engine's weights are bfloat16 then")
+    use_mp_opt: bool = option(False, "with --fsdp --bf16: weights are bfloat16 too, float32 ones are optimizer states")
+    fsdp_cpu_offload: bool = option(
+        False, "with --fsdp: what trains stays in host memory, and is stepped there; layers visit the device"
+    )
+    initial_model_shard_size: int = option(0, "ranks that share a copy of each model that is not trained; 0: all")
     pretrain: str = option("", "folder of a transformers checkpoint; without it a byte-level Llama of 107,000 weights")
     critic_pretrain: str = option("", "folder of the critic's checkpoint; default: as --pretrain")
     lora_rank: int = option(0, "train LoRA adapters of this rank in place of the actor's weights; 0: the weights")
@@ -57,6 +44,7 @@ class Arguments:
         metadata={"help": "the ends of names of linear layers"},
     )
     seed: int = option(0, "of weights, data order and sampling")
+    timeout_s: float = option(3600.0, "longest wait for other ranks; one that dies is noticed at once")
 
     engine_type: Literal["vllm", "sglang", "hf"] = option("vllm", "what generates")
     engine_tp_size: int = option(1, "ranks that share an engine, by tensor parallelism")
@@ -86,7 +74,7 @@ class Arguments:
     train_batch_size: int = option(128, "sequences an optimizer step")
     micro_train_batch_size: int = option(4, "sequences a forward and backward")
     max_epochs: int = option(2, "times that an iteration's sequences are trained on")
-    steps: int = option(40, "iterations")
+    steps: int = option(40, "iterations; 0, with --eval_before_train, evaluates alone")
 
     packing_samples: bool = option(False, "put the sequences of a forward into one row, without padding")
     sp_size: int = option(1, "ranks among which every sequence is cut (Ulysses)")
@@ -115,6 +103,7 @@ class Arguments:
     kl_horizon: int = option(10_000, "sequences in which the coefficient may double")
 
     trainer: str = option("sync", "a name that was given to register_trainer")
+    eval_before_train: bool = option(False, "evaluate before the first iteration")
     eval_every: int = option(0, "iterations; 0: never")
     save_every: int = option(0, "iterations; 0: never")
     ckpt_dir: str = option("", "where checkpoints go, and where a run that finds one goes on from it")
@@ -125,43 +114,7 @@ class Arguments:
 
     def __post_init__(self) -> None:
         """Raises `ConflictError` for what cannot be, whatever the number of ranks."""
-        for name in POSITIVE:
-            if getattr(self, name) <= 0:
-                raise ConflictError(f"--{name} is {getattr(self, name)}; it must be above 0")
-        sequences = self.rollout_batch_size * self.n_samples_per_prompt
-        if sequences % self.train_batch_size:
-            raise ConflictError(
-                f"an iteration has {sequences} sequences (--rollout_batch_size {self.rollout_batch_size} times "
-                f"--n_samples_per_prompt {self.n_samples_per_prompt}): no multiple of --train_batch_size "
-                f"{self.train_batch_size}"
-            )
-        if self.advantage_estimator == "group_norm" and self.n_samples_per_prompt < 2:
-            raise ConflictError("--advantage_estimator group_norm compares answers: --n_samples_per_prompt 2 or more")
-        if self.init_kl_coef < 0:
-            raise ConflictError(f"--init_kl_coef is {self.init_kl_coef}; it must not be below 0")
-        if not self.init_kl_coef and (self.use_kl_loss or self.kl_target):
-            raise ConflictError("--use_kl_loss and --kl_target need a reference: --init_kl_coef above 0")
-        if self.use_kl_loss and self.kl_target:
-            raise ConflictError("--kl_target adapts the KL in the reward; it has no effect with --use_kl_loss")
-        if self.engine_type == "hf" and self.engine_tp_size != 1:
-            raise ConflictError("--engine_type hf has no tensor parallelism: --engine_tp_size 1")
-        if self.adam_offload and not self.fsdp and self.zero_stage == 3:
-            raise ConflictError(
-                "--adam_offload with --zero_stage 3: DeepSpeed moves states of its FusedAdam only, and these are "
-                "those of torch's AdamW; --zero_stage 2 or --fsdp"
-            )
-        if self.sp_size > 1 and self.packing_samples:
-            raise ConflictError("--packing_samples leaves no padding and --sp_size cuts padded sequences: choose one")
-        if self.save_every and not self.ckpt_dir:
-            raise ConflictError("--save_every needs --ckpt_dir")
-        if self.ema_decay and not self.save_path:
-            raise ConflictError("--ema_decay is of use to --save_path alone")
-        if not 0 <= self.ema_decay < 1:
-            raise ConflictError(f"--ema_decay is {self.ema_decay}; it is from 0 to below 1")
-        if self.critic_pretrain and not self.has_critic:
-            raise ConflictError("--critic_pretrain without a critic: --advantage_estimator group_norm has none")
-        if self.prompt_data and not self.pretrain and any(name in TOY_REWARDS for name in self.reward):
-            raise ConflictError(f"--prompt_data with the reward of the toy task, {self.reward}: pass --reward")
+        conflicts.check(self)
 
     @property
     def has_critic(self) -> bool:
@@ -173,24 +126,28 @@ class Arguments:
         """Whether there is a KL."""
         return self.init_kl_coef > 0
 
-    def check_world(self, world_size: int) -> None:
-        """Raises `ConflictError` if batches cannot be spread over that many ranks."""
-        if self.rollout_batch_size % world_size:
-            raise ConflictError(f"--rollout_batch_size {self.rollout_batch_size} over {world_size} ranks: no multiple")
-        if world_size % self.sp_size:
-            raise ConflictError(f"--sp_size {self.sp_size} is no divisor of {world_size} ranks")
-        share = self.micro_train_batch_size * (world_size // self.sp_size)
-        if self.train_batch_size % share:
-            raise ConflictError(
-                f"--train_batch_size {self.train_batch_size} is no multiple of --micro_train_batch_size "
-                f"{self.micro_train_batch_size} times {world_size // self.sp_size} (ranks by --sp_size)"
-            )
+    @property
+    def has_toy_reward(self) -> bool:
+        """Whether a reward is that of the toy task, which knows byte-level tokens alone."""
+        return any(name in TOY_REWARDS for name in self.reward)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is any evaluation."""
+        return self.eval_before_train or self.eval_every > 0
 
 
 def parse(argv: list[str]) -> Arguments:
     """The arguments on a command line. Prints and exits as argparse does; raises `ConflictError`."""
     from transformers import HfArgumentParser
 
-    (arguments,) = HfArgumentParser(Arguments, prog="integrations.ppo.train").parse_args_into_dataclasses(argv)
+    parser = HfArgumentParser(Arguments, prog="integrations.ppo.train")
+    said = "the default, for a command line that says it: the engine sleeps while it does not generate"
+    parser.add_argument(
+        "--enable_engine_sleep", action="store_false", dest="disable_engine_sleep", default=False, help=said
+    )
+    if {"--enable_engine_sleep", "--disable_engine_sleep"} <= set(argv):
+        raise ConflictError("--enable_engine_sleep and --disable_engine_sleep: choose one")
+    (arguments,) = parser.parse_args_into_dataclasses(argv)
     assert isinstance(arguments, Arguments)
     return arguments

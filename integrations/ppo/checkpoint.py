@@ -16,7 +16,17 @@ from integrations.ppo.arguments import Arguments
 from integrations.ppo.errors import ConflictError
 from integrations.ppo.strategy.base import Strategy
 
-MAY_CHANGE = ("eval_every", "save_every", "ckpt_dir", "log_dir", "plot_every", "eval_data", "save_path")
+MAY_CHANGE = (
+    "eval_before_train",
+    "eval_every",
+    "save_every",
+    "ckpt_dir",
+    "log_dir",
+    "plot_every",
+    "eval_data",
+    "save_path",
+    "timeout_s",
+)
 """Options that do not change what a step does. Nor does the number of steps, unless a scheduler counts them."""
 
 COUNTLESS = ("constant", "constant_with_warmup")

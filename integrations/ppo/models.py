@@ -28,6 +28,21 @@ def policy(args: Arguments) -> Any:
         return AutoModelForCausalLM.from_config(_toy(args))
 
 
+def check(args: Arguments, text_tokenizer: Any, config: Any) -> None:
+    """Raises `ConflictError` if options do not fit the tokenizer and the configuration of the checkpoint."""
+    longest = args.prompt_max_len + args.generate_max_len
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ConflictError(
+            f"--prompt_max_len {args.prompt_max_len} and --generate_max_len {args.generate_max_len} are {longest} "
+            f"tokens; the model has {positions} positions"
+        )
+    if args.has_toy_reward and text_tokenizer("a", add_special_tokens=False).input_ids != [toy.FIRST_BYTE + ord("a")]:
+        raise ConflictError(
+            f"the reward of the toy task knows byte-level tokens, and {args.pretrain} has others: --reward"
+        )
+
+
 def adapted(args: Arguments, model: Any) -> Any:
     """`model` with what trains of it: LoRA adapters, the same on all ranks, or itself."""
     if not args.lora_rank:

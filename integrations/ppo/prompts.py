@@ -1,5 +1,6 @@
 """Prompts: where they come from, and how far a run has read."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -37,17 +38,24 @@ class PromptDataset(Dataset[Prompt]):
 
 
 def from_jsonl(path: str, input_key: str, label_key: str) -> PromptDataset:
-    """One prompt a line. Raises `ConflictError` if one has no prompt."""
+    """One prompt a line; a label that is no text is its JSON. Raises `ConflictError` if one, or all, has no prompt."""
     from datasets import load_dataset
 
+    with open(path) as file:
+        if not any(line.strip() for line in file):
+            raise ConflictError(f"{path} has no lines; one prompt a line is wanted")
     rows = load_dataset("json", data_files=path, split="train")
     found = []
     for number, row in enumerate(rows, 1):
         text, label = row.get(input_key), row.get(label_key)
         if not isinstance(text, str) or not text:
             raise ConflictError(f"{path}, line {number}: no text under {input_key!r}; it has {', '.join(row)}")
-        found.append(Prompt(text=text, label=None if label is None else str(label)))
+        found.append(Prompt(text=text, label=_text(label)))
     return PromptDataset(found)
+
+
+def _text(label: object) -> str | None:
+    return label if label is None or isinstance(label, str) else json.dumps(label)
 
 
 def from_toy(number: int, seed: int) -> PromptDataset:

@@ -22,9 +22,6 @@ from integrations.ppo.strategy import get_strategy
 from integrations.ppo.strategy.base import Strategy
 from integrations.ppo.trainer import Trainer, get_trainer_cls
 
-PATIENCE = timedelta(minutes=10)
-"""Longest wait of a collective: that of the slowest step, engines being started included."""
-
 
 def build(args: Arguments, folder: Path) -> Trainer:
     """*Collective.* A trainer with all its parts. `folder`, which all ranks see, is what the engine starts from."""
@@ -32,6 +29,7 @@ def build(args: Arguments, folder: Path) -> Trainer:
     strategy = get_strategy(args)
     tokenizer = models.tokenizer(args)
     policy = models.policy(args)
+    models.check(args, tokenizer, policy.config)
     if strategy.is_rank_0:
         policy.save_pretrained(folder)
     actor = strategy.prepare("actor", models.adapted(args, models.parallel(args, policy)), args.actor_learning_rate)
@@ -74,7 +72,7 @@ def data(args: Arguments) -> tuple[PromptDataset, PromptDataset]:
 def run(argv: list[str]) -> None:
     """Train by a command line, within torchrun. Raises what went wrong, on the ranks where it did."""
     args = parse(argv)
-    join()
+    join(args.timeout_s)
     with shared_folder() as folder:
         trainer = build(args, folder)
         trainer.fit()
@@ -91,11 +89,12 @@ def shared_folder() -> Iterator[Path]:
         dist.barrier()
 
 
-def join() -> None:
+def join(timeout_s: float) -> None:
     """Make the default process group from what torchrun left in the environment."""
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
 
 
 def close(strategy: Strategy) -> None:

@@ -7,9 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-import wsync
 from integrations.ppo.arguments import Arguments, parse
 from integrations.ppo.engines import start_engine
 from integrations.ppo.engines.base import Completion, SamplingParams
@@ -19,9 +17,8 @@ from integrations.ppo.groups import EngineGroup
 from integrations.ppo.monitor import Monitor
 from integrations.ppo.shards import shards
 from integrations.ppo.strategy import get_strategy
-from integrations.ppo.strategy.roles import Role
 from integrations.ppo.train import build, close, shared_folder
-from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
+from integrations.ppo.trainer import Trainer
 from tests.ppo.jobs import SMALL
 from tests.ppo.states import digest
 from wsync.testing.launched import as_under_torchrun
@@ -68,39 +65,6 @@ def evaluated(me: Rank, options: str) -> Facts:
     return facts
 
 
-def watched(me: Rank, options: str) -> list[tuple[str, str | None, list[str]]]:
-    """Run, and tell (hook, phase, what is on the device) of every hook in order, and of the first backward."""
-    seen: list[tuple[str, str | None, list[str]]] = []
-    base = get_trainer_cls("sync")
-
-    def watcher(name: str) -> Any:
-        def hook(self: Trainer) -> None:
-            getattr(base, name)(self)
-            memory = self.strategy.memory
-            assert memory is not None
-            seen.append((name, memory.phase, sorted(memory.present)))
-
-        return hook
-
-    hooks = {name: watcher(name) for name in dir(base) if name.startswith("on_")}
-    register_trainer("watched")(type("Watched", (base,), hooks))
-    with shared_folder() as folder:
-        trainer = built(me, f"{options} --trainer watched", folder)
-        strategy, memory = trainer.strategy, trainer.strategy.memory
-        assert memory is not None
-        backward = strategy.backward
-
-        def once(loss: torch.Tensor, role: Role) -> None:
-            if seen[-1][0] != "backward":
-                seen.append(("backward", memory.phase, sorted(memory.present)))
-            backward(loss, role)
-
-        strategy.backward = once  # type: ignore[method-assign]
-        trainer.fit()
-        close(strategy)
-    return seen
-
-
 def resumed_with(me: Rank, options: str) -> str:
     """What a trainer says that is built with these."""
     with shared_folder() as folder:
@@ -112,7 +76,7 @@ def resumed_with(me: Rank, options: str) -> str:
 
 
 class Adder:
-    """An engine whose answer is the sum of the prompt and the rank that the seed belongs to."""
+    """An engine whose answer is the sum of the prompt and the rank that the seed belongs to. It wants a prompt."""
 
     handle = None
     batch = 0
@@ -121,6 +85,7 @@ class Adder:
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], params: SamplingParams
     ) -> list[Completion]:
         """See `InferenceEngine`."""
+        assert prompts, "engines need not take a batch without prompts"
         self.batch = len(prompts)
         pairs = zip(prompts, seeds, strict=True)
         return [Completion(token_ids=[sum(prompt), seed // 100], log_probs=[-1.0, -1.0]) for prompt, seed in pairs]
@@ -129,14 +94,16 @@ class Adder:
         """See `InferenceEngine`."""
 
 
-def gathered(me: Rank) -> tuple[list[list[int]], list[list[int]], int]:
-    """(prompts of this rank, its answers, how many prompts its engine got)."""
+def gathered(me: Rank) -> tuple[list[list[int]], list[list[int]], int, list[list[Completion]]]:
+    """(prompts of this rank, its answers, how many prompts its engine got, answers where engines have no prompt)."""
     strategy = get_strategy(arguments("--fsdp --engine_tp_size 2 --train_batch_size 64"))
     strategy.inference_engine = adder = Adder()
     asked = [[me.rank, 10 * index] for index in range((3, 1, 0, 5)[me.rank])]
     params = SamplingParams(max_new_tokens=2, temperature=1.0, seed=100 * me.rank, stop_token_id=None)
     answers = strategy.gather_and_generate(params, asked)
-    return asked, [answer.token_ids for answer in answers], adder.batch
+    only_first: list[list[int]] = [[1]] if me.rank == 0 else []
+    fewer = [strategy.gather_and_generate(params, some) for some in (only_first, [])]
+    return asked, [answer.token_ids for answer in answers], adder.batch, fewer
 
 
 def judged(me: Rank, folders: list[str]) -> Facts:
@@ -166,61 +133,6 @@ JUDGED: tuple[list[str], ...] = (["a", "bcd", "e" * 9], [])
 def text_rollout(text: str) -> Rollout:
     """A rollout of which a reward model reads the text."""
     return Rollout(prompt="prompt ", response=text, prompt_ids=[5], response_ids=[7], engine_log_probs=[-1.0])
-
-
-def reloaded(me: Rank) -> list[list[str] | str]:
-    """What is there with the reference, what is said when it should come twice, and what is there without it."""
-    with shared_folder() as folder:
-        strategy = built(me, "--fsdp --engine_type hf --offload_models --adam_offload", folder).strategy
-        memory, reference = strategy.memory, strategy.roles["reference"]
-        assert memory is not None
-        strategy.reload_model(reference)
-        found: list[list[str] | str] = [sorted(memory.present)]
-        try:
-            strategy.reload_model(reference)
-        except wsync.MemoryStateError as error:
-            found.append(str(error))
-        strategy.offload_model()
-        found.append(sorted(memory.present))
-        close(strategy)
-    return found
-
-
-def diverged(me: Rank) -> str:
-    """One rank trains while the other one scores."""
-    with shared_folder() as folder:
-        trainer = built(me, "--fsdp --engine_type hf", folder)
-        try:
-            trainer.strategy.enter("score" if me.rank else "train")
-        except wsync.WsyncError as error:
-            return str(error)
-    return "nothing"
-
-
-def clipped_alone(me: Rank) -> tuple[float, float, float]:
-    """Both models have gradients. Norms: the critic's before and after the actor's step, and the actor's."""
-    with shared_folder() as folder:
-        strategy = built(me, "--fsdp --engine_type hf --max_norm 0.001 --adam_offload", folder).strategy
-        for _ in range(2):  # what is there already stays
-            strategy.maybe_load_optimizer()
-        actor, critic = strategy.roles["actor"], strategy.roles["critic"]
-        ids = torch.arange(3, 11)[None]
-        for role in (actor, critic):
-            strategy.backward(role.model(input_ids=ids).logits.square().mean(), role)
-        before = _norm(critic.model)
-        of_actor = strategy.optimizer_step(actor)
-        after = _norm(critic.model)
-        for _ in range(2):
-            strategy.maybe_offload_optimizer()
-        close(strategy)
-    return before, after, of_actor
-
-
-def _norm(model: torch.nn.Module) -> float:
-    """Of this rank's gradients."""
-    grads = [one.grad for one in model.parameters() if one.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    return float(torch.stack([grad.norm() for grad in local]).norm())
 
 
 class Recorder(Monitor):

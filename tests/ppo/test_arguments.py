@@ -3,6 +3,7 @@
 import pytest
 
 from integrations.ppo.arguments import Arguments, parse
+from integrations.ppo.conflicts import check_world
 from integrations.ppo.errors import ConflictError
 
 
@@ -12,6 +13,13 @@ def test_defaults_and_round_trip() -> None:
     assert args == Arguments(fsdp=True, seed=3, reward=["a:b", "c:d"], temperature=0.7)
     assert (args.micro_train_batch_size, args.train_batch_size, args.micro_rollout_batch_size) == (4, 128, 8)
     assert (args.init_kl_coef, args.adam_offload, args.disable_engine_sleep) == (0.01, False, False)
+
+
+def test_sleep_may_be_asked_for_by_name() -> None:
+    assert parse(["--enable_engine_sleep"]) == parse([])
+    assert parse(["--disable_engine_sleep"]).disable_engine_sleep
+    with pytest.raises(ConflictError, match="choose one"):
+        parse(["--enable_engine_sleep", "--disable_engine_sleep"])
 
 
 def test_an_unknown_option_is_an_error() -> None:
@@ -36,6 +44,22 @@ def test_an_unknown_option_is_an_error() -> None:
         ("--engine_type hf --engine_tp_size 2", "--engine_tp_size"),
         ("--sp_size 2 --packing_samples", "--packing_samples"),
         ("--adam_offload --zero_stage 3", "FusedAdam"),
+        ("--fsdp_cpu_offload", "without --fsdp"),
+        ("--fsdp --fsdp_cpu_offload --adam_offload", "leave --adam_offload out"),
+        ("--fsdp --fsdp_cpu_offload --offload_models", "leave --offload_models out"),
+        ("--bf16 --use_mp_opt", "without --fsdp"),
+        ("--fsdp --use_mp_opt", "without --bf16"),
+        ("--fsdp --zero_stage 3", "--zero_stage 3 is of DeepSpeed"),
+        ("--chunk_size 64", "without --fused_linear_logprob"),
+        ("--kl_horizon 64", "without --kl_target"),
+        ("--lora_alpha 64", "without --lora_rank"),
+        ("--advantage_estimator group_norm --n_samples_per_prompt 2 --gamma 0.9", "without a critic"),
+        ("--eval_data x.jsonl", "without --eval_every"),
+        ("--prompt_data x.jsonl --pretrain x --eval_every 1", "pass --eval_data"),
+        ("--steps 0", "--eval_before_train"),
+        ("--gamma 1.5", "above 1"),
+        ("--engine_mem_util 1.5", "above 1"),
+        ("--entropy_coef -1", "below 0"),
         ("--temperature 0", "above 0"),
         ("--micro_train_batch_size 0", "above 0"),
     ],
@@ -48,10 +72,12 @@ def test_conflicts_raise(argv: str, words: str) -> None:
 def test_batches_that_do_not_go_over_the_ranks() -> None:
     args = Arguments(rollout_batch_size=64, train_batch_size=32, micro_train_batch_size=4)
     for world_size in (1, 2, 4, 8):
-        args.check_world(world_size)
+        check_world(args, world_size)
     with pytest.raises(ConflictError, match="--sp_size 4 is no divisor of 2 ranks"):
-        Arguments(sp_size=4).check_world(2)
+        check_world(Arguments(sp_size=4), 2)
+    with pytest.raises(ConflictError, match="--initial_model_shard_size 4 is no divisor of 2 ranks"):
+        check_world(Arguments(initial_model_shard_size=4), 2)
     with pytest.raises(ConflictError, match="--rollout_batch_size 64 over 3 ranks"):
-        args.check_world(3)
+        check_world(args, 3)
     with pytest.raises(ConflictError, match=r"--micro_train_batch_size 4 times 16 \(ranks"):
-        args.check_world(16)
+        check_world(args, 16)

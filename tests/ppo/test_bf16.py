@@ -17,6 +17,16 @@ def test_an_engine_after_a_sync_is_a_fresh_one(sharding: str) -> None:
 
 
 @pytest.mark.slow
+def test_bfloat16_weights_train_as_float32_ones() -> None:
+    """One micro-batch a step, so that the gradients are the same; then models drift apart by what clipping rounds."""
+    run = "--fsdp --bf16 --engine_type hf --steps 2 --max_epochs 1"
+    plain, masters = run_ranks(numbers, 2, [run, f"{run} --use_mp_opt"], timeout_s=200)[0]
+    for one, other in zip(plain, masters, strict=True):
+        for name in ("reward", "value_loss", "actor_grad_norm", "critic_grad_norm"):
+            assert one[name] == pytest.approx(other[name], rel=0.02, abs=1e-4), name
+
+
+@pytest.mark.slow
 def test_the_actor_is_close() -> None:
     for lines in run_ranks(numbers, 2, ["--fsdp --bf16 --engine_type hf --steps 2"], timeout_s=200)[0]:
         assert [line["engine_gap"] for line in lines] == pytest.approx([0, 0], abs=0.05)

@@ -30,6 +30,7 @@ def test_random_states() -> None:
         "--zero_stage 3",
         pytest.param("--zero_stage 2", marks=pytest.mark.matrix),
         pytest.param("--fsdp --lora_rank 4", marks=pytest.mark.matrix),
+        pytest.param("--fsdp --bf16 --use_mp_opt --fsdp_cpu_offload", marks=pytest.mark.matrix),
     ],
 )
 def test_resume_is_bit_exact(tmp_path: Path, sharding: str) -> None:

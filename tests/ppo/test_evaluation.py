@@ -4,7 +4,7 @@ from statistics import mean
 
 import pytest
 
-from tests.ppo.rank_steps import evaluated
+from tests.ppo.rank_steps import evaluated, numbers
 from wsync.testing.ranks import run_ranks
 
 
@@ -19,3 +19,10 @@ def test_evaluation() -> None:
         assert one["again"] == one["numbers"], "it is greedy, and no weight moved"
         assert len(one["prompts"]) % 2 == 1
         assert one["numbers"]["eval_reward"] == pytest.approx(mean(map(len, one["prompts"])))
+
+
+@pytest.mark.slow
+def test_nothing_but_an_evaluation() -> None:
+    options = "--fsdp --engine_type hf --steps 0 --eval_before_train --reward tests.ppo.rules:prompt_length"
+    (lines,) = run_ranks(numbers, 2, [options], timeout_s=120)[0]
+    assert [sorted(line) for line in lines] == [["eval_kl", "eval_response_length", "eval_reward"]]

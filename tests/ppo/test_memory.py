@@ -6,7 +6,8 @@ import pytest
 
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.strategy.phases import phases
-from tests.ppo.rank_steps import clipped_alone, diverged, reloaded, trained, watched
+from tests.ppo.memory_steps import clipped_alone, diverged, engine_states, placed, reloaded, waited, watched
+from tests.ppo.rank_steps import trained
 from wsync.testing.ranks import run_ranks
 
 ENGINE = ["engine kv_cache", "engine weights"]
@@ -39,7 +40,7 @@ def test_phases_by_options() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["--fsdp", "--zero_stage 2"])
 def test_one_iteration(sharding: str) -> None:
-    options = f"{sharding} --engine_type hf --steps 1 --offload_models --adam_offload"
+    options = f"{sharding} --engine_type hf --steps 1 --eval_every 1 --offload_models --adam_offload"
     for seen in run_ranks(watched, 2, options, timeout_s=200):
         assert seen == [
             ("on_init_end", "score", MODELS),
@@ -49,7 +50,9 @@ def test_one_iteration(sharding: str) -> None:
             ("on_sample_end", "score", MODELS),
             ("backward", "train", TRAINING),
             ("on_step_end", "rollout", ENGINE),
-            ("on_train_end", "rollout", ENGINE),
+            ("on_validate_begin", "rollout", ENGINE),
+            ("on_validate_end", "score", MODELS),
+            ("on_train_end", "score", MODELS),
         ]
 
 
@@ -76,9 +79,54 @@ def test_a_frozen_model_comes_and_goes() -> None:
 
 
 @pytest.mark.slow
+def test_what_fsdp2_offloads_nobody_else_moves() -> None:
+    """A trainer was seen to move models by hand that have a CPUOffloadPolicy."""
+    runs = ["--fsdp", "--fsdp --fsdp_cpu_offload", "--fsdp --initial_model_shard_size 1", "--fsdp --bf16"]
+    runs = [f"{one} --engine_type hf" for one in runs]
+    for plain, offloaded, copied, low in run_ranks(placed, 2, runs, timeout_s=200):
+        assert plain["meshes"] == {"actor": (2,), "critic": (2,), "reference": (2,)}
+        assert plain["policies"] == dict.fromkeys(plain["meshes"], "OffloadPolicy")
+        assert plain["residents"] == sorted([*ENGINE, *TRAINING, "reference"])
+        assert plain["moved"] == "nothing"
+        assert offloaded["policies"] == {**dict.fromkeys(MODELS, "CPUOffloadPolicy"), "reference": "OffloadPolicy"}
+        assert offloaded["residents"] == sorted([*ENGINE, "reference"])
+        assert "FSDP2 moves actor by itself" in offloaded["moved"]
+        assert copied["meshes"] == {"actor": (2,), "critic": (2,), "reference": (2, 1)}
+        assert copied["sizes"]["reference"] > 1.9 * plain["sizes"]["reference"]
+        assert low["sizes"]["reference"] < 0.6 * plain["sizes"]["reference"]
+        assert low["sizes"]["actor"] == plain["sizes"]["actor"]
+
+
+@pytest.mark.slow
+def test_the_engine_wakes_and_sleeps() -> None:
+    """Waking twice is waking once, and brings no weights of the actor's: only a sync does."""
+    asleep, awake = "SLEEPED 0", "WAKEUP 1"
+    for seen in run_ranks(engine_states, 2, timeout_s=120):
+        assert seen["states"] == {
+            "no engine": asleep,
+            "set up": asleep,
+            "woken": awake,
+            "woken again": awake,
+            "sent to sleep": asleep,
+            "generated": asleep,
+            "generated, kept awake": awake,
+            "synced": awake,
+        }
+        assert seen["without an engine"] is None
+        assert seen["woken"] == seen["set up"] != seen["synced"]
+
+
+@pytest.mark.slow
 def test_ranks_that_part_are_told_so() -> None:
     for words in run_ranks(diverged, 2, timeout_s=120):
         assert "trainer ranks enter different phases: ['train', 'score']" in words
+
+
+@pytest.mark.slow
+def test_how_long_ranks_are_waited_for() -> None:
+    said, _ = run_ranks(waited, 2, timeout_s=100)
+    assert "trainer rank(s) [1] did not reach" in said
+    assert "within 5 s" in said
 
 
 @pytest.mark.slow

@@ -38,10 +38,12 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, active: bool) -> No
 @pytest.mark.slow
 def test_of_a_run(tmp_path: Path) -> None:
     """Plots go to --log_dir, evaluations are made, and every iteration has its line about memory."""
-    found = run(tmp_path, f"--fsdp --engine_type hf {SMALL} --steps 2 --plot_every 2 --eval_every 1")
-    assert [line["step"] for line in found] == [1, 1, 2, 2]
-    assert all(0 <= line["eval_reward"] <= 1 for line in found[1::2])
+    found = run(
+        tmp_path, f"--fsdp --engine_type hf {SMALL} --steps 2 --plot_every 2 --eval_every 1 --eval_before_train"
+    )
+    assert [line["step"] for line in found] == [0, 1, 1, 2, 2]
+    assert all(0 <= line["eval_reward"] <= 1 for line in found[::2])
     assert [path.name for path in (tmp_path / "lengths").iterdir()] == ["step_000002.png"]
     memory = (tmp_path / "memory.log").read_text().splitlines()
     assert [line.split(" |")[0] for line in memory] == ["step 1", "step 2"]
-    assert all(0 < line["sync_share"] < 1 for line in found[::2])
+    assert all(0 < line["sync_share"] < 1 for line in found[1::2])

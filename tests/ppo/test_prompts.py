@@ -43,11 +43,25 @@ def test_too_few_prompts() -> None:
 
 def test_jsonl(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    rows = [{"question": "2 + 2?", "label": 4}, {"question": "a?", "label": None}]
+    rows: list[dict[str, object]] = [{"question": "2 + 2?", "label": 4}, {"question": "a?", "label": None}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = from_jsonl(str(file), "question", "label")
     assert [found[index] for index in range(len(found))] == [Prompt(text="2 + 2?", label="4"), Prompt(text="a?")]
     with pytest.raises(ConflictError, match="line 1: no text under 'prompt'; it has question, label"):
+        from_jsonl(str(file), "prompt", "label")
+
+
+def test_labels_that_are_no_text_are_json(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "label": {"k": [true, "x"]}}\n')
+    assert from_jsonl(str(file), "prompt", "label")[0].label == '{"k": [true, "x"]}'
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_a_file_without_prompts(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(text)
+    with pytest.raises(ConflictError, match="has no lines"):
         from_jsonl(str(file), "prompt", "label")
 
 

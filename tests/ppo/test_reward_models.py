@@ -11,12 +11,12 @@ from tests.ppo.rank_steps import JUDGED, judged, text_rollout
 from wsync.testing.ranks import run_ranks
 
 
-def reward_model(folder: Path, seed: int) -> Any:
-    """A random one, in `folder` with its tokenizer."""
+def reward_model(folder: Path, seed: int, pad_token_id: int | None) -> Any:
+    """A random one, in `folder` with its tokenizer, which pads with 0."""
     from transformers import AutoModelForSequenceClassification, ByT5Tokenizer
 
     settings = config(64)
-    settings.num_labels = 1
+    settings.num_labels, settings.pad_token_id = 1, pad_token_id
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(settings).eval()
     model.save_pretrained(folder)
@@ -26,10 +26,11 @@ def reward_model(folder: Path, seed: int) -> Any:
 
 @pytest.mark.slow
 def test_two_reward_models(tmp_path: Path) -> None:
+    """One pads with another token than its tokenizer does, one knows no padding, and so judges one by one."""
     from transformers import ByT5Tokenizer
 
     folders = [tmp_path / "one", tmp_path / "two"]
-    models = [reward_model(folder, seed) for seed, folder in enumerate(folders)]
+    models = [reward_model(folder, seed, (5, None)[seed]) for seed, folder in enumerate(folders)]
     wanted = []
     for one in map(text_rollout, JUDGED[0]):
         ids = torch.tensor([ByT5Tokenizer(extra_ids=0)(one.prompt + one.response).input_ids])
@@ -39,5 +40,5 @@ def test_two_reward_models(tmp_path: Path) -> None:
     assert facts[0]["said"] == pytest.approx(wanted, abs=1e-5)
     assert facts[1]["said"] == []
     for one in facts:
-        assert one["seen"] == [["actor", "critic", f"reward {number}"] for number in (0, 1)]
+        assert one["seen"] == [["actor", "critic", f"reward {number}"] for number in (0, 1, 1, 1)]
         assert one["afterwards"] == ["actor", "critic"]

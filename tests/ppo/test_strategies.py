@@ -15,6 +15,8 @@ SAME = (
     "--zero_stage 3",
     "--fsdp --micro_train_batch_size 4",
     f"--fsdp {LEAN}",
+    "--fsdp --fsdp_cpu_offload",
+    "--fsdp --initial_model_shard_size 1 --micro_rollout_batch_size 8",
     f"--zero_stage 3 {LEAN}",
 )
 OTHER = (

@@ -13,12 +13,17 @@ from wsync.adapters.engines.hf import HFEngine
 
 
 class HFInferenceEngine:
-    """See `InferenceEngine`. A batch is sampled together: the first seed is that of all."""
+    """See `InferenceEngine`. A batch is sampled together: the first seed is that of all.
+
+    A checkpoint's own ways to sample (nucleus, penalties) are left out, as vLLM and SGLang do when they are told how:
+    what answers is the policy that is trained.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, GenerationConfig
 
         self.handle: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device).eval()
+        self.handle.generation_config = GenerationConfig()
         self._engine = HFEngine(self.handle)
         self._device = device
 

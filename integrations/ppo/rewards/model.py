@@ -18,9 +18,12 @@ class ModelReward:
         """Shard the checkpoint in `folder`. `name` is that of the role, `batch_size` of a rank's forward."""
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        self._strategy, self._batch_size = strategy, batch_size
+        self._strategy = strategy
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
+        self._pad: int | None = model.config.pad_token_id
+        """What transformers finds the last token by. A model without one judges answers one by one."""
+        self._batch_size = 1 if self._pad is None else batch_size
         self._role: Role = strategy.freeze(name, model)
 
     @torch.no_grad()
@@ -40,5 +43,5 @@ class ModelReward:
         """(token ids, attention mask), padded on the right."""
         rows = [torch.tensor(self._tokenizer(one.prompt + one.response).input_ids) for one in rollouts]
         masks = [torch.ones(len(row), dtype=torch.bool) for row in rows]
-        pad = self._tokenizer.pad_token_id or 0
+        pad = self._pad or 0
         return pad_sequence(rows, batch_first=True, padding_value=pad), pad_sequence(masks, batch_first=True)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import wsync
+from integrations.ppo import conflicts
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.engines import start_engine
 from integrations.ppo.engines.base import Completion, InferenceEngine, SamplingParams
@@ -19,9 +20,11 @@ from integrations.ppo.errors import ConflictError
 from integrations.ppo.groups import EngineGroup
 from integrations.ppo.log_probs import Scoring
 from integrations.ppo.sequence_parallel import SequenceParallel
+from integrations.ppo.strategy.master_weights import to_bfloat16
 from integrations.ppo.strategy.phases import phases
 from integrations.ppo.strategy.roles import Role
-from integrations.ppo.strategy.sharding import shard
+from integrations.ppo.strategy.sharding import copies, shard
+from wsync.memory.cuda_device import CudaDevice
 
 T = TypeVar("T")
 Phase = Literal["rollout", "sync", "score", "train"]
@@ -43,7 +46,7 @@ class Strategy(ABC):
 
     def __init__(self, args: Arguments) -> None:
         """The default process group is there. Raises `ConflictError` if `args` do not fit the number of ranks."""
-        args.check_world(dist.get_world_size())
+        conflicts.check_world(args, dist.get_world_size())
         self.args = args
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
@@ -54,12 +57,16 @@ class Strategy(ABC):
         self.inference_engine: InferenceEngine | None = None
         self.memory: wsync.MemoryManager | None = None
         self._guests = ExitStack()
+        self._copies = copies(self.world_size, args.initial_model_shard_size, self.device)
 
     # Models.
 
     def prepare_model(self, model: Any) -> Any:
-        """*Collective.* Shard `model`, all of which every rank has, by FSDP2."""
-        return shard(model, self.device, bf16=self.args.bf16)
+        """*Collective.* Shard `model`, all of which every rank has, by FSDP2.
+
+        With `--initial_model_shard_size` so many neighbouring ranks share a copy.
+        """
+        return shard(model, self.device, bf16=self.args.bf16, mesh=self._copies)
 
     @abstractmethod
     def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
@@ -82,7 +89,12 @@ class Strategy(ABC):
         """*Collective.* The other way round."""
 
     def freeze(self, name: str, model: Any) -> Role:
-        """*Collective.* Shard a model that is not trained. It is on the device within `loaded` alone."""
+        """*Collective.* Shard a model that is not trained. It is on the device within `loaded` alone.
+
+        What computes in bfloat16 and never changes is kept in it: the numbers are the same.
+        """
+        if self.args.bf16:
+            to_bfloat16(model)
         self.roles[name] = Role(name=name, model=self.prepare_model(model.requires_grad_(False).eval()))
         return self.roles[name]
 
@@ -159,8 +171,9 @@ class Strategy(ABC):
         All roles are there by now: from here on one `wsync.MemoryManager` says what is on the device.
         """
         self.inference_engine = start_engine(args, checkpoint, self.device, self._engine_group)
-        models = {role.name: role.model for role in self.trained}
-        optimizers = {f"{role.name} optimizer": role.optimizer for role in self.trained}
+        moved = [] if args.fsdp_cpu_offload else self.trained  # else FSDP2 moves them
+        models = {role.name: role.model for role in moved}
+        optimizers = {f"{role.name} optimizer": role.optimizer for role in moved}
         self.memory = wsync.MemoryManager(
             engine=self.inference_engine.handle,
             models=models,
@@ -168,6 +181,8 @@ class Strategy(ABC):
             frozen={role.name: role.model for role in self.roles.values() if role.optimizer is None},
             phases=phases(args, list(models), list(optimizers), engine=self.inference_engine.handle is not None),
             sleep_level=1,
+            timeout_s=args.timeout_s,  # one engine's answers may take that much longer than another's
+            device=None if self.device.type == "cpu" else CudaDevice(self.device),
         )
         self.update_engine_weights(actor)
         self.maybe_sleep_inference_engine()
@@ -209,7 +224,12 @@ class Strategy(ABC):
 
     @contextmanager
     def loaded(self, role: Role) -> Iterator[None]:
-        """*Collective.* Have a frozen model on the device for a block, one at a time."""
+        """*Collective.* Have a frozen model on the device for a block, one at a time.
+
+        Raises `ConflictError` for one that FSDP2 moves by itself.
+        """
+        if self.args.fsdp_cpu_offload and role.optimizer is not None:
+            raise ConflictError(f"FSDP2 moves {role.name} by itself, layer by layer: --fsdp_cpu_offload")
         if self.memory is None:
             yield
             return
@@ -244,7 +264,7 @@ class Strategy(ABC):
         asked = [(prompt, sampling_params.seed + index) for index, prompt in enumerate(all_prompt_token_ids)]
         everybody, mine = self._engine_group.gather(asked)
         prompts, seeds = [prompt for prompt, _ in everybody], [seed for _, seed in everybody]
-        answers = self.inference_engine.generate(prompts, seeds, sampling_params)[mine]
+        answers = self.inference_engine.generate(prompts, seeds, sampling_params)[mine] if everybody else []
         if sleep_engine:
             self.maybe_sleep_inference_engine()
         return answers

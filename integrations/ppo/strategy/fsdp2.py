@@ -11,8 +11,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from integrations.ppo.strategy.base import Strategy
+from integrations.ppo.strategy.master_weights import to_bfloat16
 from integrations.ppo.strategy.optimizers import adamw, scheduler
 from integrations.ppo.strategy.roles import Role
+from integrations.ppo.strategy.sharding import shard
 
 
 class FSDPV2Strategy(Strategy):
@@ -20,7 +22,9 @@ class FSDPV2Strategy(Strategy):
 
     def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
         """See `Strategy`."""
-        sharded = self.prepare_model(model.train())
+        if self.args.use_mp_opt:
+            to_bfloat16(model)
+        sharded = shard(model.train(), self.device, bf16=self.args.bf16, cpu_offload=self.args.fsdp_cpu_offload)
         optimizer = adamw(self.args, sharded, learning_rate)
         role = Role(name=name, model=sharded, optimizer=optimizer, scheduler=scheduler(self.args, optimizer))
         self.roles[name] = role

@@ -6,12 +6,14 @@ import torch
 from torch import nn
 
 from integrations.ppo.arguments import Arguments
+from integrations.ppo.strategy.master_weights import MasterAdamW
 
 
 def adamw(args: Arguments, model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """Over what trains of `model`."""
+    """Over what trains of `model`, which is bfloat16 with `--use_mp_opt`."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return torch.optim.AdamW(trained, lr=learning_rate, weight_decay=args.weight_decay)
+    kind = MasterAdamW if args.use_mp_opt else torch.optim.AdamW
+    return kind(trained, lr=learning_rate, weight_decay=args.weight_decay)
 
 
 def scheduler(args: Arguments, optimizer: torch.optim.Optimizer) -> Any:

@@ -14,7 +14,7 @@ def phases(
 
     Args:
         args: `disable_engine_sleep`, `offload_models` and `adam_offload` say who leaves at all.
-        models: those that train, the actor first.
+        models: those that train and can leave, the actor first.
         optimizers: of these models.
         engine: whether this rank owns one. Ranks that do not need not name it.
     """
@@ -24,7 +24,7 @@ def phases(
     held += [] if args.adam_offload else optimizers
     wanted = {
         "rollout": tags,
-        "sync": [models[0], *tags[:1]],
+        "sync": [*models[:1], *tags[:1]],
         "score": models,
         "train": [*models, *optimizers],
     }

@@ -75,6 +75,8 @@ class Trainer(Hooks, ABC):
         """Run the iterations that are left."""
         self.on_train_begin()
         with self.monitor:
+            if self.args.eval_before_train and not self.step:
+                self.monitor.log(self.step, self.evaluate())
             while self.step < self.args.steps:
                 self.step += 1
                 self.monitor.log(self.step, self._iteration())

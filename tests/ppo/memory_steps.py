@@ -1,0 +1,188 @@
+"""What the tests of memory have two ranks do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+import wsync
+from integrations.ppo import models
+from integrations.ppo.engines.base import SamplingParams
+from integrations.ppo.shards import shards
+from integrations.ppo.strategy import get_strategy
+from integrations.ppo.strategy.roles import Role
+from integrations.ppo.train import close, shared_folder
+from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
+from tests.ppo.rank_steps import Facts, arguments, built
+from wsync.testing.ranks import Rank
+
+
+def watched(me: Rank, options: str) -> list[tuple[str, str | None, list[str]]]:
+    """Run, and tell (hook, phase, what is on the device) of every hook in order, and of the first backward."""
+    seen: list[tuple[str, str | None, list[str]]] = []
+    base = get_trainer_cls("sync")
+
+    def watcher(name: str) -> Any:
+        def hook(self: Trainer) -> None:
+            getattr(base, name)(self)
+            memory = self.strategy.memory
+            assert memory is not None
+            seen.append((name, memory.phase, sorted(memory.present)))
+
+        return hook
+
+    hooks = {name: watcher(name) for name in dir(base) if name.startswith("on_")}
+    register_trainer("watched")(type("Watched", (base,), hooks))
+    with shared_folder() as folder:
+        trainer = built(me, f"{options} --trainer watched", folder)
+        strategy, memory = trainer.strategy, trainer.strategy.memory
+        assert memory is not None
+        backward = strategy.backward
+
+        def once(loss: torch.Tensor, role: Role) -> None:
+            if seen[-1][0] != "backward":
+                seen.append(("backward", memory.phase, sorted(memory.present)))
+            backward(loss, role)
+
+        strategy.backward = once  # type: ignore[method-assign]
+        trainer.fit()
+        close(strategy)
+    return seen
+
+
+def placed(me: Rank, runs: Sequence[str]) -> list[Facts]:
+    """Of each run: meshes and offload policies of its models, what its manager moves, what moving the actor says."""
+    found = []
+    for options in runs:
+        with shared_folder() as folder:
+            strategy = built(me, options, folder).strategy
+            assert strategy.memory is not None
+            facts: Facts = {"meshes": {}, "policies": {}, "residents": sorted(strategy.memory.residents)}
+            facts["sizes"] = dict(strategy.memory.sizes)
+            for name, role in strategy.roles.items():
+                group = role.model._get_fsdp_state()._fsdp_param_group
+                facts["meshes"][name] = tuple(group.mesh_info.mesh.shape)
+                facts["policies"][name] = type(group.offload_policy).__name__
+            facts["moved"] = "nothing"
+            try:
+                strategy.reload_model(strategy.roles["actor"])
+            except ValueError as error:
+                facts["moved"] = str(error)
+            strategy.offload_model()
+            close(strategy)
+        found.append(facts)
+    return found
+
+
+def engine_states(me: Rank) -> Facts:
+    """The engine's status after each call, and what it answers to one prompt when the actor has changed meanwhile."""
+    with shared_folder() as folder:
+        strategy = get_strategy(arguments("--fsdp --engine_type hf"))
+        args, policy = strategy.args, models.policy(strategy.args)
+        policy.save_pretrained(folder)
+        dist.barrier()
+        actor = strategy.prepare("actor", policy, 0.0)
+        params = SamplingParams(max_new_tokens=8, temperature=0.0, seed=0, stop_token_id=None)
+        states: dict[str, str] = {}
+        facts: Facts = {"states": states}
+
+        def note(when: str) -> None:
+            states[when] = f"{strategy.inference_engine_status.name} {strategy.inference_engine_status.value}"
+
+        def answer(when: str, *, sleep_engine: bool = True) -> None:
+            (said,) = strategy.gather_and_generate(params, [[50, 60, 70]], sleep_engine=sleep_engine)
+            facts[when] = said.token_ids
+
+        note("no engine")
+        facts["without an engine"] = strategy.update_engine_weights(actor)
+        strategy.setup_inference_engine(args, actor, folder)
+        note("set up")
+        answer("set up")
+        for shard in shards(actor.model):
+            shard.neg_()
+        for when in ("woken", "woken again"):
+            strategy.wakeup_inference_engine()
+            note(when)
+        answer("woken", sleep_engine=False)
+        strategy.maybe_sleep_inference_engine()
+        note("sent to sleep")
+        answer("woken")
+        note("generated")
+        answer("woken", sleep_engine=False)
+        note("generated, kept awake")
+        strategy.update_engine_weights(actor)
+        note("synced")
+        answer("synced")
+        close(strategy)
+    return facts
+
+
+def reloaded(me: Rank) -> list[list[str] | str]:
+    """What is there with the reference, what is said when it should come twice, and what is there without it."""
+    with shared_folder() as folder:
+        strategy = built(me, "--fsdp --engine_type hf --offload_models --adam_offload", folder).strategy
+        memory, reference = strategy.memory, strategy.roles["reference"]
+        assert memory is not None
+        strategy.reload_model(reference)
+        found: list[list[str] | str] = [sorted(memory.present)]
+        try:
+            strategy.reload_model(reference)
+        except wsync.MemoryStateError as error:
+            found.append(str(error))
+        strategy.offload_model()
+        found.append(sorted(memory.present))
+        close(strategy)
+    return found
+
+
+def diverged(me: Rank) -> str:
+    """One rank trains while the other one scores."""
+    with shared_folder() as folder:
+        trainer = built(me, "--fsdp --engine_type hf", folder)
+        try:
+            trainer.strategy.enter("score" if me.rank else "train")
+        except wsync.WsyncError as error:
+            return str(error)
+    return "nothing"
+
+
+def waited(me: Rank) -> str:
+    """One rank trains, and the other one does not come until it has given up."""
+    said = "nothing"
+    with shared_folder() as folder:
+        trainer = built(me, "--fsdp --engine_type hf --timeout_s 5", folder)
+        if me.rank == 0:
+            try:
+                trainer.strategy.enter("train")
+            except wsync.WsyncError as error:
+                said = str(error)
+        dist.barrier()
+    return said
+
+
+def clipped_alone(me: Rank) -> tuple[float, float, float]:
+    """Both models have gradients. Norms: the critic's before and after the actor's step, and the actor's."""
+    with shared_folder() as folder:
+        strategy = built(me, "--fsdp --engine_type hf --max_norm 0.001 --adam_offload", folder).strategy
+        for _ in range(2):  # what is there already stays
+            strategy.maybe_load_optimizer()
+        actor, critic = strategy.roles["actor"], strategy.roles["critic"]
+        ids = torch.arange(3, 11)[None]
+        for role in (actor, critic):
+            strategy.backward(role.model(input_ids=ids).logits.square().mean(), role)
+        before = _norm(critic.model)
+        of_actor = strategy.optimizer_step(actor)
+        after = _norm(critic.model)
+        for _ in range(2):
+            strategy.maybe_offload_optimizer()
+        close(strategy)
+    return before, after, of_actor
+
+
+def _norm(model: torch.nn.Module) -> float:
+    """Of this rank's gradients."""
+    grads = [one.grad for one in model.parameters() if one.grad is not None]
+    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
+    return float(torch.stack([grad.norm() for grad in local]).norm())

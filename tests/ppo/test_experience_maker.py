@@ -1,0 +1,101 @@
+"""From answers to experience: who is asked in which order, and that micro-batches do not matter."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from integrations.ppo import models
+from integrations.ppo.arguments import Arguments
+from integrations.ppo.experience import Experience, Rollout
+from integrations.ppo.experience_maker import ExperienceMaker
+from integrations.ppo.kl import kl_controller
+from integrations.ppo.log_probs import Scoring
+from integrations.ppo.rewards import RewardComputationEngine
+from integrations.ppo.rewards.rules import RuleReward
+from integrations.ppo.strategy.roles import Role
+from tests.ppo.samples import rollout
+
+ROLLOUTS = [rollout([7, 8, 9]), rollout([10]), rollout([11, 12, 13, 14]), rollout([15, 16])]
+
+
+class OneRank:
+    """A strategy of one rank that shards nothing, and writes down what is asked of it."""
+
+    device = torch.device("cpu")
+    scoring = Scoring(temperature=1.0)
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        made = {
+            "critic": models.critic(Arguments()),
+            "reference": models.policy(Arguments(seed=1)),
+            "actor": models.policy(Arguments()),
+        }
+        self.roles = {name: Role(name=name, model=model) for name, model in made.items()}
+        for name, model in made.items():
+            model.register_forward_pre_hook(lambda *_, name=name: self.seen.append(name))
+
+    def enter(self, phase: str) -> None:
+        self.seen.append(f"phase {phase}")
+
+    @contextmanager
+    def loaded(self, role: Role) -> Iterator[None]:
+        self.seen.append(f"{role.name} comes")
+        yield
+        self.seen.append(f"{role.name} goes")
+
+    def evened(self, batches: Sequence[Any], filler: Any) -> Sequence[Any]:
+        return batches
+
+    def all_reduce(self, numbers: Mapping[str, float] | torch.Tensor, op: str) -> Any:
+        return numbers
+
+
+def made(args: Arguments, strategy: OneRank, kl_coef: float = 1.0) -> list[Experience]:
+    def judge(one: Rollout) -> float:
+        strategy.seen.append("reward")
+        return float(len(one.response_ids))
+
+    stand_in: Any = strategy
+    judges = RewardComputationEngine([RuleReward(judge)])
+    maker = ExperienceMaker(args, stand_in, models.tokenizer(args), judges, kl_controller(kl_coef, 0.0, 1))
+    experience, _ = maker.make(ROLLOUTS)
+    return [row for one in experience for row in one.rows()]
+
+
+def advantages(args: Arguments, kl_coef: float = 1.0) -> torch.Tensor:
+    """Of all tokens of all answers."""
+    return torch.cat([row.advantages[row.action_mask] for row in made(args, OneRank(), kl_coef)])
+
+
+def test_roles_take_turns() -> None:
+    strategy = OneRank()
+    rows = made(Arguments(micro_rollout_batch_size=2), strategy)
+    assert strategy.seen == [
+        "phase score",
+        *["actor"] * 2,
+        "reference comes",
+        *["reference"] * 2,
+        "reference goes",
+        *["critic"] * 2,
+        *["reward"] * 4,
+    ]
+    assert [row.sequences[0].tolist() for row in rows] == [[*one.prompt_ids, *one.response_ids] for one in ROLLOUTS]
+
+
+@pytest.mark.parametrize("more", [{"gamma": 0.5}, {"lambd": 0.5}, {"whiten_advantages": True}])
+def test_micro_batches_do_not_matter(more: dict[str, Any]) -> None:
+    """A trainer was seen to use gamma for the first one only."""
+    found = [advantages(Arguments(micro_rollout_batch_size=size, **more)) for size in (4, 2, 1)]
+    for one in found[1:]:
+        assert torch.allclose(one, found[0], atol=1e-5)
+    assert not torch.allclose(found[0], advantages(Arguments()), atol=1e-2)
+
+
+def test_kl_is_in_the_reward_or_in_the_loss() -> None:
+    in_loss = advantages(Arguments(use_kl_loss=True))
+    assert torch.equal(in_loss, advantages(Arguments(), kl_coef=0.0))
+    assert not torch.allclose(in_loss, advantages(Arguments()), atol=1e-3)
