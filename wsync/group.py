@@ -109,7 +109,8 @@ class Group:
                 words = f"{type(error).__name__}: {error}"
                 envelope: dict[str, object] = {"phase": phase, "message": None, "error": words}
                 self._post(envelope)
-                self._letters().put_soon(self._letter(self.rank), envelope, Deadline.after(_STORE_S))
+                letter = {"words": words, "of another": isinstance(error, RankError)}
+                self._letters().put_soon(self._letter(self.rank), letter, Deadline.after(_STORE_S))
 
     def transfer(
         self,
@@ -216,11 +217,18 @@ class Group:
         return error
 
     def _words(self, ranks: Sequence[int]) -> Mapping[int, object]:
-        """Why those of `ranks` failed that left word in the store about this call."""
+        """Why those of `ranks` failed that left word in the store about this call, or another of which they tell."""
+        found = self._read(ranks)
+        if found and all(letter["of another"] for letter in found.values()):
+            found = self._read(range(self.world_size))
+        own = {rank: letter for rank, letter in found.items() if not letter["of another"]}
+        return {rank: letter["words"] for rank, letter in (own or found).items()}
+
+    def _read(self, ranks: Sequence[int]) -> Mapping[int, Mapping[str, object]]:
         letters: Sequence[Any] = ()
         with suppress(RuntimeError, SyncTimeout):
             letters = self._letters().get_soon([self._letter(rank) for rank in ranks], Deadline.after(_STORE_S))
-        return {rank: letter["error"] for rank, letter in zip(ranks, letters, strict=False) if letter is not None}
+        return {rank: letter for rank, letter in zip(ranks, letters, strict=False) if letter is not None}
 
     def _absence(self, phase: str, missing: Sequence[int], deadline: Deadline) -> RankError:
         dead = sorted(set(missing).intersection(self._links.lost))
