@@ -303,6 +303,29 @@ def test_one_frozen_model_at_a_time() -> None:
     assert set(phases.present) == {"actor"}
 
 
+def test_the_error_of_a_block_comes_before_that_of_leaving_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(total=200)
+    reference = rig.offloaded("reference", 20)
+    phases = Phases([rig.actor, reference], {"train": ["actor"]}, device=rig.device, group=Group(0, 1, None, 5.0))
+    phases.enter("train")
+
+    def refuse(*args: object) -> None:
+        raise MemoryStateError("in the middle of a forward")
+
+    def forward() -> None:
+        monkeypatch.setattr(phases, "_go", refuse)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), phases.using("reference"):
+        forward()
+    assert "reference stays on the device: in the middle of a forward" in caplog.text
+    monkeypatch.undo()
+    phases.enter("train")
+    assert set(phases.present) == {"actor"}
+
+
 def test_explain_prints_every_way() -> None:
     text = Rig().phases.explain()
     assert "sync -> rollout: release actor, empty cache, restore engine kv_cache" in text

@@ -4,6 +4,7 @@ Every rank enters the same phases in the same order. A step is done on all ranks
 workers may sit on the devices of several.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from itertools import permutations
 from typing import Any, cast
 
 from wsync.deadline import Deadline
-from wsync.errors import ConfigError, MemoryStateError
+from wsync.errors import ConfigError, MemoryStateError, WsyncError
 from wsync.group import Group
 from wsync.memory.admission import admit
 from wsync.memory.device import Device
@@ -22,6 +23,7 @@ from wsync.memory.resident import Resident
 from wsync.memory.sizes import gib
 from wsync.memory.transition import Step, transition
 
+_log = logging.getLogger(__name__)
 _NOTHING: Mapping[str, int] = {}
 
 
@@ -111,7 +113,10 @@ class Phases:
 
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
-        """*Collective.* Have one more resident beside those of the phase, for a block. Not to be nested."""
+        """*Collective.* Have one more resident beside those of the phase, for a block. Not to be nested.
+
+        What the block raises comes through, also if the resident cannot leave then: in the middle of a forward, say.
+        """
         if name not in self.residents:
             raise ConfigError(f"there is no {name!r}; there are {', '.join(self.residents)}")
         if self.phase is None:
@@ -123,9 +128,15 @@ class Phases:
         self._guest = name
         try:
             yield
-        finally:
+        except BaseException:
             self._guest = None
-            self._go(phase, self._phases[phase], _NOTHING)
+            try:
+                self._go(phase, self._phases[phase], _NOTHING)
+            except WsyncError as error:
+                _log.warning("%s stays on the device: %s", name, error)
+            raise
+        self._guest = None
+        self._go(phase, self._phases[phase], _NOTHING)
 
     def explain(self) -> str:
         """What each resident takes of this rank's device, and every way from one phase to another, step by step."""
