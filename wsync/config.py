@@ -24,6 +24,11 @@ class SyncConfig:
     num_slots: int = 2
     """Slots in the ring: one is filled while the others travel or are loaded."""
 
+    senders: int = 1
+    """Trainer ranks that send buckets in turn, each with slots of its own, to an engine that one rank owns: that one
+    and those after it. For transports between hosts, `gloo` and `nccl`, where the parts of a bucket would else all go
+    through one rank."""
+
     dtype: torch.dtype | None = None
     """Wire dtype of every floating-point tensor. None: what the engine declares, tensor by tensor."""
 
@@ -60,6 +65,10 @@ class SyncConfig:
             raise ConfigError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 4096 bytes")
         if self.num_slots < 1:
             raise ConfigError(f"num_slots is {self.num_slots}; at least one slot is needed")
+        if self.senders < 1:
+            raise ConfigError(f"senders is {self.senders}; at least one rank sends")
+        if self.senders > 1 and self.path == "pull":
+            raise ConfigError("senders take turns with buckets; with path='pull' workers read: leave one out")
         if not self.timeout_s > 0:
             raise ConfigError(f"timeout_s is {self.timeout_s}; it must be a positive number of seconds")
         if self.path not in get_args(PathMode):

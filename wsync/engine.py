@@ -142,13 +142,13 @@ class WorkerEngine(ABC):
         replies = self._ask("describe", {"specs": list(specs), "void": self._void}, deadline)
         return [cast("Manifest", reply["manifest"]) for reply in replies]
 
-    def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
-        """Give every worker the plan and its receiver: worker i connects as `first_index + i`."""
+    def attach(self, plan: Plan, tickets: Sequence[Ticket], first_index: int, deadline: Deadline) -> None:
+        """Give every worker the plan and its receivers: worker i connects as `first_index + i`."""
         self._fence("attach", deadline)
-        message = {"plan": plan, "ticket": ticket, "first_index": first_index, "void": self._void}
+        message = {"plan": plan, "tickets": list(tickets), "first_index": first_index, "void": self._void}
         self._attachment = None
         self._ask("attach", message, deadline)
-        self._attachment = ticket.address
+        self._attachment = tickets[0].address
 
     def probe(self, probes: Sequence[Probe], deadline: Deadline) -> Sequence[str]:
         """See `wsync.protocols.pull.PullingEngine`."""

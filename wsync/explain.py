@@ -21,7 +21,7 @@ def explain(agreement: Agreement, engines: Sequence[Engine], group: Group) -> st
         f"{len(plan.specs)} tensors, {plan.nbytes} bytes, in {len(plan.buckets)} bucket(s) "
         f"of at most {plan.bucket_bytes} bytes",
         _way(agreement),
-        f"rank {group.rank} of {group.world_size}; senders: ranks {list(agreement.senders)}",
+        f"rank {group.rank} of {group.world_size}; {_senders(agreement)}",
         *(f"engine: {name}" for name in agreement.engines),
     ]
     for engine, choice in zip(engines, agreement.choices, strict=bool(agreement.choices)):
@@ -32,6 +32,11 @@ def explain(agreement: Agreement, engines: Sequence[Engine], group: Group) -> st
     if agreement.left_out:
         text.append(f"not wanted by any engine: {first_five(agreement.left_out)}")
     return "\n".join(text)
+
+
+def _senders(agreement: Agreement) -> str:
+    turns = agreement.plan.turns
+    return f"senders, in turn: ranks {list(turns)}" if turns else f"senders: ranks {list(agreement.senders)}"
 
 
 def _way(agreement: Agreement) -> str:

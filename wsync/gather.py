@@ -95,7 +95,7 @@ class GatherPlan:
 
     Args:
         plan: with the owners of all ranks.
-        senders: ranks that have a slot to fill.
+        senders: ranks that have a slot to fill, for buckets that name no sender of their own.
         rank: the one that this is for.
         world_size: number of trainer ranks.
 
@@ -125,11 +125,12 @@ class GatherPlan:
         outgoing: dict[int, list[Part]] = {}
         incoming: dict[int, list[Part]] = {}
         exchanged = False
+        senders = self._senders if bucket.sender is None else (bucket.sender,)
         for tensor in bucket.tensors:
             holders = self._holders[tensor.name]
             for region, ranks in holders.items():
                 parts: list[Part] | None = None
-                for sender, source in self._routes(tensor, region, ranks):
+                for sender, source in self._routes(tensor, region, ranks, senders):
                     exchanged |= sender != source
                     if self._rank not in (sender, source):
                         continue
@@ -149,7 +150,9 @@ class GatherPlan:
             exchanged=exchanged,
         )
 
-    def _routes(self, tensor: TensorMeta, region: Region, ranks: Sequence[int]) -> list[tuple[int, int]]:
+    def _routes(
+        self, tensor: TensorMeta, region: Region, ranks: Sequence[int], senders: Sequence[int]
+    ) -> list[tuple[int, int]]:
         """(sender, the rank that it gets `region` from) for every sender; counts the load of the sources."""
         if not tensor.is_whole:
             low, high = region.bounds
@@ -158,7 +161,7 @@ class GatherPlan:
                 return []
         routes = []
         nbytes = min(region.numel * tensor.dtype.itemsize, tensor.chunk_nbytes)
-        for sender in self._senders:
+        for sender in senders:
             source = sender
             if sender not in ranks:
                 source = min(ranks, key=lambda rank: (self._load_nbytes[rank], rank))

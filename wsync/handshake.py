@@ -19,6 +19,7 @@ from wsync.protocols import Engine, Manifest, Producer, ReferringTransport, Tran
 from wsync.pull.agreement import agree_to_pull
 from wsync.regions import uncovered
 from wsync.topology import Choice, Topology, choose, local_endpoint
+from wsync.turns import Turns, agree_on_turns
 from wsync.views import Views
 
 
@@ -44,6 +45,9 @@ class Agreement:
 
     choices: tuple[Choice, ...]
     """The transport of each of this rank's engines. None at all if nothing travels."""
+
+    turns: Turns | None
+    """Who sends the buckets in turn; None if every rank sends all of them to the engines that it owns."""
 
     spread: frozenset[str]
     """Replicas whose workers belong to several engines, of one rank or of several."""
@@ -99,6 +103,7 @@ def connect_ranks(
     pulling = partial(agree_to_pull, producer, engines, specs, wanted, manifests, senders, group, config)
     choosing = partial(_choose_all, producer, engines, transports, config)
     choices: Sequence[Choice] = ()
+    turns: Turns | None = None
     plan: Plan | None
     if config.path == "pull":
         plan, buckets_because = pulling()
@@ -109,14 +114,17 @@ def connect_ranks(
     else:
         choices = group.local("choose a transport", choosing, patience)
         plan, buckets_because = agree_in_place(producer, wanted, choices, senders, group, config)
-        if plan is None and config.path == "auto" and config.transport == "auto" and devices == {"cuda"}:
+        if config.senders > 1:
+            turns = agree_on_turns(senders, choices, transports, producer.device, group, config)
+        elif plan is None and config.path == "auto" and config.transport == "auto" and devices == {"cuda"}:
             plan, reason = pulling()
             buckets_because = f"{buckets_because}, and cannot be pulled: {reason}" if reason else ""
         if plan is None:
-            in_buckets = plan = Plan.pack(wanted, config.bucket_bytes)
+            plan = Plan.pack(wanted, config.bucket_bytes)
+            in_buckets = plan = plan if turns is None else plan.in_turns(turns.ranks)
             group.local("prepare", lambda: producer.prepare(in_buckets, senders, group), patience)
     if "cuda" in devices:
-        _check_gathers(plan.sent, senders, buckets_because)
+        _check_gathers(plan.sent, plan.turns or senders, buckets_because)
     return Agreement(
         plan=plan,
         buckets_because=buckets_because,
@@ -125,6 +133,7 @@ def connect_ranks(
         manifests=tuple(manifests),
         left_out=tuple(spec.name for spec in specs if spec.name not in taken),
         choices=tuple(choices),
+        turns=turns,
         spread=spread,
         token=greetings[0]["token"],
     )

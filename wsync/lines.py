@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import cast
 
 import torch
 
 from wsync.background import Background
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
+from wsync.group import Group
 from wsync.plan import Plan
-from wsync.protocols import Engine, Sender
+from wsync.protocols import Engine, Sender, Ticket
 from wsync.topology import Choice
 from wsync.transports.nothing import NAME, NoSender
+from wsync.turns import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +54,7 @@ def open_lines(
     deadline = Deadline.after(config.timeout_s)
     if not plan.sent.buckets and engines:
         line = Line(transport=NAME, sender=NoSender(generation), engines=tuple(engines), by_reference=False)
-        _attach(line, [0] * len(engines), plan, deadline)
+        _attach(line, [0] * len(engines), plan, [line.sender.ticket()], deadline)
         return [line]
     try:
         for name in dict.fromkeys(choice.transport.name for choice in choices):
@@ -72,7 +75,7 @@ def open_lines(
                 by_reference=sender.by_reference and (plan.in_place or transport.by_reference),
             )
             lines.append(line)
-            _attach(line, receivers, plan, deadline)
+            _attach(line, receivers, plan, [sender.ticket()], deadline)
     except BaseException:
         for line in lines:
             line.sender.close()
@@ -80,13 +83,52 @@ def open_lines(
     return lines
 
 
-def _attach(line: Line, receivers: Sequence[int], plan: Plan, deadline: Deadline) -> None:
-    """Connect the workers of every engine; `receivers` says how many each has."""
-    ticket = line.sender.ticket()
+def open_turns(
+    engines: Sequence[Engine], turns: Turns, plan: Plan, config: SyncConfig, group: Group, device: torch.device
+) -> list[Line]:
+    """*Collective.* One sender on each rank that has a turn, with the workers of all of `engines` attached to each.
+
+    Raises as `open_lines`, and `RankError` if that happened on another rank.
+    """
+    plan = plan.without_owners()
+    lines: list[Line] = []
+
+    def invite() -> Ticket | None:
+        own = plan.sent_by(group.rank).buckets
+        if not own:
+            return None
+        sender = turns.transport.sender(
+            slot_bytes=plan.capacity,
+            num_slots=min(config.num_slots, len(own)),
+            receivers=sum(turns.receivers),
+            generation=group.call,
+            device=device,
+        )
+        lines.append(Line(transport=turns.transport.name, sender=sender, engines=tuple(engines), by_reference=False))
+        return sender.ticket()
+
+    def meet(tickets: Sequence[Ticket]) -> None:
+        deadline = Deadline.after(config.timeout_s)
+        for line in lines:
+            _attach(line, turns.receivers, plan, tickets, deadline)
+
+    patience = Deadline.beyond(config.timeout_s)
+    try:
+        invited = cast("Sequence[Ticket]", group.gather("invite", invite, patience))
+        group.local("attach", lambda: meet([invited[rank] for rank in plan.turns]), patience.restart())
+    except BaseException:
+        for line in lines:
+            line.sender.close()
+        raise
+    return lines
+
+
+def _attach(line: Line, receivers: Sequence[int], plan: Plan, tickets: Sequence[Ticket], deadline: Deadline) -> None:
+    """Connect the workers of every engine of this rank; `receivers` says how many each has."""
     attaching = []
     first_index = 0
-    for engine, count in zip(line.engines, receivers, strict=True):
-        attach = partial(engine.attach, plan, ticket, first_index, deadline)
+    for engine, count in zip(line.engines, receivers, strict=False):
+        attach = partial(engine.attach, plan, tickets, first_index, deadline)
         attaching.append(Background(f"{engine.name} to attach", attach))
         first_index += count
     accepting = Background("workers to connect", lambda: line.sender.accept(deadline))

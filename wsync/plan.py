@@ -128,6 +128,9 @@ class Bucket:
     pulled: bool = False
     """Whether it takes no slot, and workers read its tensors where trainer ranks have them. Only the last one may."""
 
+    sender: int | None = None
+    """The trainer rank that sends it, if ranks take turns; None: every rank that owns engines sends it to them."""
+
     def views(self, buffer: torch.Tensor) -> Iterator[tuple[TensorMeta, torch.Tensor]]:
         """Each tensor as a view into `buffer` (uint8, `[at least nbytes]`), by `TensorMeta.view`."""
         for meta in self.tensors:
@@ -153,12 +156,12 @@ class Plan:
     """Payload: bytes of all tensors, without padding."""
 
     _by_name: dict[str, TensorSpec] = field(init=False, repr=False, compare=False)
-    _places: tuple[tuple[Place, ...], ...] = field(init=False, repr=False, compare=False)
+    _places: dict[int, tuple[Place, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", sum(spec.nbytes for spec in self.specs))
         object.__setattr__(self, "_by_name", {spec.name: spec for spec in self.specs})
-        places = tuple(tuple(meta.place for meta in bucket.tensors) for bucket in self.buckets)
+        places = {bucket.index: tuple(meta.place for meta in bucket.tensors) for bucket in self.buckets}
         object.__setattr__(self, "_places", places)
 
     @classmethod
@@ -202,6 +205,19 @@ class Plan:
     def sent(self) -> "Plan":
         """The plan of those buckets that travel."""
         return self if self.pulled is None else replace(self, buckets=self.buckets[:-1])
+
+    def in_turns(self, ranks: Sequence[int]) -> "Plan":
+        """The same buckets, sent by these ranks one after the other."""
+        return replace(self, buckets=tuple(replace(b, sender=ranks[b.index % len(ranks)]) for b in self.buckets))
+
+    @property
+    def turns(self) -> Sequence[int]:
+        """Ranks that take turns, in order; none if every rank that owns engines sends all to them."""
+        return list(dict.fromkeys(bucket.sender for bucket in self.buckets if bucket.sender is not None))
+
+    def sent_by(self, rank: int) -> "Plan":
+        """The plan of those buckets that `rank` sends in its turns."""
+        return replace(self, buckets=tuple(bucket for bucket in self.buckets if bucket.sender == rank))
 
     @property
     def capacity(self) -> int:

@@ -116,13 +116,14 @@ class RemoteEngine:
         by_part = cast("Sequence[Sequence[Manifest]]", self._all("describe", deadline, specs=list(specs)))
         return [manifest for part in by_part for manifest in part]
 
-    def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
+    def attach(self, plan: Plan, tickets: Sequence[Ticket], first_index: int, deadline: Deadline) -> None:
         """See `wsync.Engine`."""
         if self._counts is None:
             self.endpoints()
         assert self._counts is not None
         first = [first_index + sum(self._counts[:part]) for part in range(len(self._counts))]
-        self._each("attach", [{"plan": plan, "ticket": ticket, "first_index": index} for index in first], deadline)
+        message = {"plan": plan, "tickets": list(tickets)}
+        self._each("attach", [{**message, "first_index": index} for index in first], deadline)
 
     def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:
         """See `wsync.Engine`."""

@@ -258,8 +258,8 @@ class _Server:
         return list(self._engine.describe(args["specs"], deadline))
 
     def _attach(self, client: _Client, args: Mapping[str, Any], deadline: Deadline) -> object:
-        client.address = args["ticket"].address
-        self._engine.attach(args["plan"], args["ticket"], args["first_index"], deadline)
+        client.address = args["tickets"][0].address
+        self._engine.attach(args["plan"], args["tickets"], args["first_index"], deadline)
         return None
 
     def _shut(self, client: _Client, args: Mapping[str, Any], deadline: Deadline) -> object:

@@ -29,7 +29,7 @@ from wsync.errors import ClosedError, ConfigError, DigestError, EngineStateError
 from wsync.explain import explain
 from wsync.group import Group
 from wsync.handshake import Agreement, connect_ranks
-from wsync.lines import Line, open_lines
+from wsync.lines import Line, open_lines, open_turns
 from wsync.plan import Bucket
 from wsync.protocols import Engine, Loaded, Producer, Transport
 from wsync.protocols.pull import ExportingProducer, PullingEngine
@@ -111,6 +111,8 @@ class Session:
         plan, shared = self._sent, self._group.world_size == 1
         if self._attached or plan.in_place:
             return 0
+        if plan.turns:
+            return plan.capacity * min(self.config.num_slots, len(plan.sent_by(self._group.rank).buckets))
         transports = {choice.transport.name: choice.transport for choice in self._agreement.choices}
         rings = sum(not (shared and transport.by_reference) for transport in transports.values())
         return rings * plan.capacity * min(self.config.num_slots, len(plan.buckets))
@@ -192,14 +194,17 @@ class Session:
         self._unmap()
         self._detach()
         self._group.reset()
-        agreement = self._agreement
-        self._lines = self._group.local(
-            "attach",
-            lambda: open_lines(
-                self.engines, agreement.choices, agreement.plan, self.config, self._group.call, self._producer.device
-            ),
-            self._patience(),
-        )
+        agreement, device = self._agreement, self._producer.device
+        if agreement.turns is not None and agreement.plan.turns:
+            self._lines = open_turns(self.engines, agreement.turns, agreement.plan, self.config, self._group, device)
+        else:
+            self._lines = self._group.local(
+                "attach",
+                lambda: open_lines(
+                    self.engines, agreement.choices, agreement.plan, self.config, self._group.call, device
+                ),
+                self._patience(),
+            )
         self._attached = True
 
     def _unmap(self) -> None:
@@ -270,7 +275,8 @@ class Session:
         """Move one bucket on every rank. Returns an error of the last, local step for the next go/stop to report."""
         producer = self._producer
         references = producer.references(bucket)
-        rings = [line.sender for line in self._lines if references is None or not line.by_reference]
+        lines = self._lines if bucket.sender in (None, self._group.rank) else []
+        rings = [line.sender for line in lines if references is None or not line.by_reference]
         gather = bool(rings) or references is None
         slots: list[torch.Tensor] = []
         if error is None:

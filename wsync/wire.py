@@ -100,13 +100,14 @@ def _schemas() -> tuple[_Schema, ...]:
 
     layout = {"name": _TEXT, "shape": _NATURALS, "dtype": _DTYPE_FIELD}
     position = {"offset": _NATURAL, "chunk_offset": _NATURAL, "chunk_nbytes": _NATURAL}
+    turn = _Field((int, type(None)), lambda rank: rank is None or rank >= 0)
     group, word = _Field((str, type(None))), _Field((int,), (1, 2, 4, 8).__contains__)
     return (
         _Schema(Region, offset=_NATURAL, sizes=_NATURALS, strides=_INTEGERS),
         _Schema(Owner, rank=_NATURAL, region=_Field((Region,))),
         _Schema(TensorSpec, **layout, owners=_only(Owner), atomic_group=group, optional=_FLAG, word_bytes=word),
         _Schema(TensorMeta, **layout, **position),
-        _Schema(Bucket, index=_NATURAL, tensors=_only(TensorMeta), nbytes=_NATURAL, pulled=_FLAG),
+        _Schema(Bucket, index=_NATURAL, tensors=_only(TensorMeta), nbytes=_NATURAL, pulled=_FLAG, sender=turn),
         _Schema(Plan, specs=_only(TensorSpec), buckets=_only(Bucket), bucket_bytes=_NATURAL, in_place=_FLAG),
         _Schema(Place, memory=_NATURAL, dtype=_DTYPE_FIELD, region=_Field((Region,))),
         _Schema(Endpoint, host=_TEXT, network=_NATURAL, process=_TEXT, pid=_NATURAL, device=_TEXT),

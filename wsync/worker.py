@@ -4,7 +4,7 @@
 
     hello                                          engine, endpoint, version, state, reason
     describe  specs, void                          manifest
-    attach    plan, ticket, first_index, timeout_s, void
+    attach    plan, tickets, first_index, timeout_s, void
     probe     probes                               reason
     exports   exports                              seconds
     update    version, attempt, timeout_s, digest, void  digests, seconds, pulled_nbytes
@@ -42,6 +42,7 @@ from wsync.state import State, StateMachine
 from wsync.targets import all_held
 from wsync.traits import cuda_devices
 from wsync.transports.nothing import NoReceiver
+from wsync.transports.turns import TurnsReceiver
 from wsync.verify import check_launch_weights
 
 Message = Mapping[str, Any]
@@ -173,7 +174,7 @@ class Worker:
     def _attach(self, message: Message) -> Message:
         self._states.require_idle("attach")
         self._detach({"address": None})
-        plan, ticket = cast("Plan", message["plan"]), cast("Ticket", message["ticket"])
+        plan, tickets = cast("Plan", message["plan"]), cast("Sequence[Ticket]", message["tickets"])
         load = self._load
         if load is None or not load.matches({spec.name: spec for spec in plan.specs}):
             load = self._load = self._record(plan.specs)
@@ -186,10 +187,21 @@ class Worker:
         receiver: Receiver = NoReceiver()
         if plan.sent.buckets:
             with current_device(self._loader.endpoint().device):
-                receiver = self._transport(ticket.transport).receiver(ticket, index, deadline)
+                receiver = self._receiver(tickets, index, deadline)
         with self._detaching:
-            self._attachment = _Attachment(ticket.address, self._loader, plan, plan.sent, routine, receiver)
+            self._attachment = _Attachment(tickets[0].address, self._loader, plan, plan.sent, routine, receiver)
         return {}
+
+    def _receiver(self, tickets: Sequence[Ticket], index: int, deadline: Deadline) -> Receiver:
+        receivers: list[Receiver] = []
+        try:
+            for ticket in tickets:
+                receivers.append(self._transport(ticket.transport).receiver(ticket, index, deadline))
+        except BaseException:
+            for receiver in receivers:
+                receiver.close()
+            raise
+        return receivers[0] if len(receivers) == 1 else TurnsReceiver(receivers)
 
     def _probe(self, message: Message) -> Message:
         return {"reason": unreadable(cast("Sequence[Probe]", message["probes"]), self._loader.endpoint())}

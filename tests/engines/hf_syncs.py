@@ -50,7 +50,7 @@ class HandSync:
         self.plan = Plan.pack(specs, 1 << 15)
         self.sender = transport.sender(slot_bytes=self.plan.capacity, num_slots=2, receivers=1, generation=1)
         ticket = self.sender.ticket()
-        attaching = Background("attach", lambda: engine.attach(self.plan, ticket, 0, soon()))
+        attaching = Background("attach", lambda: engine.attach(self.plan, [ticket], 0, soon()))
         self.sender.accept(soon())
         attaching.result(soon())
 

@@ -280,7 +280,7 @@ def test_a_parameter_of_another_layout_where_it_lay_is_not_published_with_the_ol
     plan = Plan.pack([TensorSpec(name="weight", shape=(4, 3), dtype=torch.float32)], 4096)
     ask(worker, "describe", specs=list(plan.specs))
     sender = InprocTransport().sender(slot_bytes=4096, num_slots=1, receivers=1, generation=1)
-    ask(worker, "attach", plan=plan, ticket=sender.ticket(), first_index=0, timeout_s=5.0)
+    ask(worker, "attach", plan=plan, tickets=[sender.ticket()], first_index=0, timeout_s=5.0)
     news = torch.randn(4, 3)
 
     def sync(version: int) -> None:

@@ -196,7 +196,7 @@ def test_an_engine_that_cannot_map_the_slots_serves_its_old_version(cuda: Runtim
     cuda.refused["cudaIpcOpenMemHandle"] = Code.cudaErrorMapBufferObjectFailed
     rig.sender = make_sender(rig.plan.capacity)
     order = {"plan": rig.plan, "first_index": 0, "timeout_s": TIMEOUT_S}
-    attaching = pool.submit(rig.ask, "attach", ticket=rig.sender.ticket(), **order)
+    attaching = pool.submit(rig.ask, "attach", tickets=[rig.sender.ticket()], **order)
     with pytest.raises(PeerError, match="cannot be mapped"):
         rig.sender.accept(Deadline.after(TIMEOUT_S))
     with pytest.raises(Failed, match="TransportError: another process's device memory cannot be mapped"):
@@ -207,7 +207,7 @@ def test_an_engine_that_cannot_map_the_slots_serves_its_old_version(cuda: Runtim
 
     cuda.refused.clear()
     rig.sender = make_sender(rig.plan.capacity)
-    attaching = pool.submit(rig.ask, "attach", ticket=rig.sender.ticket(), **order)
+    attaching = pool.submit(rig.ask, "attach", tickets=[rig.sender.ticket()], **order)
     rig.sender.accept(Deadline.after(TIMEOUT_S))
     attaching.result(TIMEOUT_S)
     rig.sync(new, 2, "b")

@@ -110,7 +110,7 @@ def test_no_begin_while_the_last_call_is_unanswered(engine: FakeEngine) -> None:
     for forbidden in (
         lambda: engine.begin(2, "b", soon(), digest=False),
         lambda: engine.describe([], soon()),
-        lambda: engine.attach(Plan.pack([], 4096), TICKET, 0, soon()),
+        lambda: engine.attach(Plan.pack([], 4096), [TICKET], 0, soon()),
     ):
         with pytest.raises(EngineStateError, match="not answered the previous sync"):
             forbidden()
@@ -134,7 +134,7 @@ def test_what_was_given_up_without_an_answer_is_ended_before_anything_else(engin
     engine.abort("a", "the worker is stalled", soon())
     again: Mapping[str, Callable[[], object]] = {
         "describe": lambda: engine.describe([], soon()),
-        "attach": lambda: engine.attach(Plan.pack([], 4096), TICKET, 0, soon()),
+        "attach": lambda: engine.attach(Plan.pack([], 4096), [TICKET], 0, soon()),
         "update": lambda: engine.sync(2),
     }
     with pytest.raises(SyncTimeout, match="no answer"):
@@ -329,7 +329,7 @@ def test_calls_without_a_deadline_wait_as_long_as_the_last_one_with_one(engine: 
     assert ask() == {120}
     engine.describe([], soon(7))
     assert ask() == {7}
-    engine.attach(Plan.pack([], 4096), TICKET, 0, soon(90))
+    engine.attach(Plan.pack([], 4096), [TICKET], 0, soon(90))
     assert ask() == {90}
     engine.begin(1, "a", soon(3), digest=False)
     engine.join(soon())
@@ -348,12 +348,12 @@ def test_attachment_is_the_address_that_the_next_sync_would_come_from(engine: Fa
     plan, other = Plan.pack([], 4096), replace(TICKET, address="two")
     seen = [engine.attachment]
     steps: Sequence[Callable[[], None]] = (
-        lambda: engine.attach(plan, TICKET, 0, soon()),
+        lambda: engine.attach(plan, [TICKET], 0, soon()),
         lambda: engine.sync(1),
-        lambda: engine.attach(plan, other, 0, soon()),
+        lambda: engine.attach(plan, [other], 0, soon()),
         lambda: engine.close("one"),
         lambda: engine.close("two"),
-        lambda: engine.attach(plan, other, 0, soon()),
+        lambda: engine.attach(plan, [other], 0, soon()),
         engine.close,
     )
     for step in steps:
@@ -364,18 +364,18 @@ def test_attachment_is_the_address_that_the_next_sync_would_come_from(engine: Fa
 
 def test_a_failure_ends_the_attachment(engine: FakeEngine) -> None:
     plan = Plan.pack([], 4096)
-    engine.attach(plan, TICKET, 0, soon())
+    engine.attach(plan, [TICKET], 0, soon())
     engine.answers["attach"] = [{}, {"error": ERROR}]
     with pytest.raises(PeerError):
-        engine.attach(plan, TICKET, 0, soon())
+        engine.attach(plan, [TICKET], 0, soon())
     assert engine.attachment is None, "one worker is attached and the other is not"
     engine.answers["attach"] = [{}, {}]
-    engine.attach(plan, TICKET, 0, soon())
+    engine.attach(plan, [TICKET], 0, soon())
     fail_update(engine)
     engine.abort("a", "no room", soon())
     assert engine.attachment is None
     engine.answers.update(update=updates({}, {}), publish=[{}, {"error": ERROR}])
-    engine.attach(plan, TICKET, 0, soon())
+    engine.attach(plan, [TICKET], 0, soon())
     with pytest.raises(PeerError):
         engine.sync(2)
     assert engine.attachment is None

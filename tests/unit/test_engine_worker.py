@@ -45,7 +45,7 @@ class RealEngine(FakeEngine):
             slot_bytes=PLAN.capacity, num_slots=2, receivers=len(self.workers), generation=1
         )
         self.senders.append(sender)
-        self.attach(PLAN, sender.ticket(), 0, soon())
+        self.attach(PLAN, [sender.ticket()], 0, soon())
         sender.accept(soon())
         return sender
 

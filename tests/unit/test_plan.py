@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from wsync import wire
 from wsync.errors import ConfigError, MismatchError
 from wsync.plan import ALIGNMENT_BYTES, Owner, Plan, TensorSpec
 from wsync.regions import Region, uncovered
@@ -171,3 +172,16 @@ def test_without_owners_the_layout_is_the_same() -> None:
     plan = Plan.pack(owned, 512)
     assert plan.without_owners() == Plan.pack([replace(s, word_bytes=2) for s in specs], 512)
     assert plan.without_owners().spec("v").owners == ()
+
+
+def test_senders_take_turns() -> None:
+    specs = [TensorSpec(name=str(number), shape=(64,), dtype=torch.float32) for number in range(5)]
+    plan = Plan.pack(specs, 256).in_turns([2, 0])
+    assert [bucket.sender for bucket in plan.buckets] == [2, 0, 2, 0, 2]
+    assert plan.turns == [2, 0]
+    assert [bucket.index for bucket in plan.sent_by(0).buckets] == [1, 3]
+    values = torch.arange(64, dtype=torch.float32)
+    [view] = plan.sent_by(0).views(plan.buckets[3], values.view(torch.uint8))
+    assert torch.equal(view, values), "places are those of the whole plan"
+    assert Plan.pack(specs, 256).turns == []
+    assert wire.unpack(wire.pack(plan)) == plan

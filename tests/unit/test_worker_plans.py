@@ -102,7 +102,7 @@ def test_a_plan_that_was_recorded_anew_is_checked_if_it_writes_elsewhere(other: 
         if other:
             plan = Plan.pack(specs_of(checkpoint(1, torch.bfloat16)), 1024)
             with pytest.raises(Failed, match=r"does not take this plan: norm .*its live bytes are not"):
-                r.ask("attach", plan=plan, ticket=TICKET, first_index=0, timeout_s=1.0)
+                r.ask("attach", plan=plan, tickets=[TICKET], first_index=0, timeout_s=1.0)
         else:
             r.attach(checkpoint(1, torch.bfloat16))
         assert loader.reads == 1 + other
@@ -139,7 +139,7 @@ def test_attach_refuses_a_plan_that_the_loader_does_not_take() -> None:
         plan = Plan.pack(specs, 4096)
         sender = registry.transport("inproc").sender(slot_bytes=4096, num_slots=1, receivers=1, generation=1)
         with pytest.raises(Failed, match=r"MismatchError: toy 1.0 does not take this plan: embed.weightx"):
-            r.ask("attach", plan=plan, ticket=sender.ticket(), first_index=0, timeout_s=1.0)
+            r.ask("attach", plan=plan, tickets=[sender.ticket()], first_index=0, timeout_s=1.0)
         sender.close()
 
 
@@ -149,7 +149,7 @@ def test_each_worker_connects_under_its_own_index() -> None:
     plan = Plan.pack(specs_of(weights), 1024)
     sender = registry.transport("inproc").sender(slot_bytes=plan.capacity, num_slots=2, receivers=2, generation=1)
     for r in rigs:
-        r.ask("attach", plan=plan, ticket=sender.ticket(), first_index=0, timeout_s=TIMEOUT_S)
+        r.ask("attach", plan=plan, tickets=[sender.ticket()], first_index=0, timeout_s=TIMEOUT_S)
         r.sender, r.plan = sender, plan
     sender.accept(Deadline.after(TIMEOUT_S))
     updates = [r.update(1, "a") for r in rigs]

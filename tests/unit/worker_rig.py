@@ -57,7 +57,7 @@ class Rig:
         chosen = registry.transport(self.transport)
         receivers = first_index + 1
         self.sender = chosen.sender(slot_bytes=self.plan.capacity, num_slots=2, receivers=receivers, generation=1)
-        message = {"plan": self.plan, "ticket": self.sender.ticket(), "first_index": 0, "timeout_s": TIMEOUT_S}
+        message = {"plan": self.plan, "tickets": [self.sender.ticket()], "first_index": 0, "timeout_s": TIMEOUT_S}
         asked = self.pool.submit(self.ask, "attach", **message)
         self.sender.accept(Deadline.after(TIMEOUT_S))
         asked.result(TIMEOUT_S)

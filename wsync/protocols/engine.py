@@ -58,16 +58,17 @@ class Engine(Protocol):
         """Dry-run the loader of every worker on `specs`. Nothing is written."""
         ...
 
-    def attach(self, plan: Plan, ticket: Ticket, first_index: int, deadline: Deadline) -> None:
-        """Give every worker the plan and its receiver: worker i connects as `first_index + i`. Once per sender.
+    def attach(self, plan: Plan, tickets: Sequence[Ticket], first_index: int, deadline: Deadline) -> None:
+        """Give every worker the plan and its receivers: worker i connects as `first_index + i`, to every ticket.
 
-        The plan has no owners: they are the trainer's business.
+        There is one ticket, or one for each of the plan's `turns`, in their order. The plan has no owners: they are the
+        trainer's business.
         """
         ...
 
     @property
     def attachment(self) -> str | None:
-        """Address of the ticket that the workers are attached with; None before `attach`, after `close`, a failure."""
+        """Address of the first ticket that workers are attached to; None before `attach`, after `close`, a failure."""
         ...
 
     def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:

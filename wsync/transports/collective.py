@@ -42,9 +42,11 @@ class CollectiveTransport:
     Attributes:
         name: the backend: "gloo", "nccl" or "hccl".
         host: address of this host that the sender binds, and that receivers reach.
+        in_turns: workers may have several senders, each with a group of its own.
     """
 
     by_reference = False
+    in_turns = True
 
     def __init__(self, backend: str, host: str = "127.0.0.1") -> None:
         """Local. The default host is reached from this host only."""

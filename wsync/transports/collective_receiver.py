@@ -118,6 +118,9 @@ class CollectiveReceiver:
         with end.changed:
             end.base, end.plan = end.released, plan
         end.agree()
+        return self._buckets(plan, deadline)
+
+    def _buckets(self, plan: Plan, deadline: Deadline) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
         for bucket in plan.buckets:
             yield bucket, plan.views(bucket, self._receive(bucket, deadline.restart()))
             self._release(deadline.restart())
