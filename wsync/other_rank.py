@@ -10,7 +10,7 @@ from wsync.deadline import Deadline
 from wsync.errors import ProtocolError, RankError, TransportError, WsyncError
 from wsync.mailbox import Mailbox
 from wsync.protocols import Ticket
-from wsync.rank_links import DOOR, At, Ends, Frame, check_length, say
+from wsync.rank_links import DOOR, At, Frame, RankLinks, check_length, say
 from wsync.rank_zero import store_address
 from wsync.transports.dial import address_parts
 from wsync.transports.link import Link
@@ -22,8 +22,8 @@ _CONNECT_S = 30.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 1e-3, 5e-2
 
 
-class OtherRank(Ends):
-    """Meets `RankLinks`."""
+class OtherRank(RankLinks):
+    """See `RankLinks`."""
 
     def __init__(self, rank: int, world_size: int, store: Store | None) -> None:
         """Local; nothing is connected."""
@@ -72,7 +72,7 @@ class OtherRank(Ends):
         self._say(("over", call, list(absent)))
 
     def heard(self, rank: int, frame: Frame) -> None:
-        """See `Ends`."""
+        """See `RankLinks`."""
         with self.changed:
             match frame:
                 case ("all", int(call), int(step), tuple(messages)):
@@ -91,7 +91,7 @@ class OtherRank(Ends):
             self.changed.notify_all()
 
     def parted(self, rank: int) -> None:
-        """See `Ends`."""
+        """See `RankLinks`."""
         self.fail(RankError("trainer rank 0 closed its session", [0]))
 
     def _answer(self, at: At) -> Sequence[int] | None:

@@ -15,9 +15,9 @@ Where rank 0 listens, and the secret, lie in the mailbox.
 """
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 from wsync.deadline import FOREVER_S, Deadline
 from wsync.errors import PeerError, ProtocolError, WsyncError
@@ -41,75 +41,16 @@ SEND_S = 10.0
 _BYE_S = 1.0
 
 
-class RankLinks(Protocol):
-    """One rank's end.
+class RankLinks(ABC):
+    """One rank's end: links by rank, a thread that listens to them, and who is lost.
+
+    State changes with `changed` held, and frames go out without it.
 
     Attributes:
         lost: ranks whose process ended without closing its group, or whose host cannot be reached any more.
         over: the last call that somebody gave up before all had begun it, -1 if there is none.
         trouble: why nothing will come any more, None as long as it may.
         obstacle: why rank 0 could not be reached so far, "" if nothing is known.
-    """
-
-    lost: list[int]
-    over: int
-    trouble: WsyncError | None
-    obstacle: str
-
-    def start(self, mailbox: Mailbox) -> None:
-        """Meet the others, in the background. Raises `TransportError` if rank 0 has no address for them."""
-        ...
-
-    @property
-    def unmet(self) -> Sequence[int]:
-        """Ranks with which this one has had no link yet."""
-        ...
-
-    def post(self, at: At, message: bytes) -> None:
-        """Tell everybody, as soon as all have posted theirs. Raises `ProtocolError` if it is too long."""
-        ...
-
-    def take(self, at: At) -> Sequence[bytes] | None:
-        """Everybody's message, by rank, once all are here."""
-        ...
-
-    def late(self, at: At) -> bool:
-        """Whether this rank began a call that was over."""
-        ...
-
-    def absent(self, at: At) -> Sequence[int]:
-        """Ranks without which this was given over, while this rank waits for them."""
-        ...
-
-    def settled(self, at: At) -> bool:
-        """Whether there is nothing to wait for any more."""
-        ...
-
-    def missing(self, at: At) -> Sequence[int]:
-        """Ranks that have not posted, as rank 0 knows; rank 0 itself if it does not say. Empty if `settled`."""
-        ...
-
-    def give_over(self, call: int, absent: Sequence[int]) -> None:
-        """Nobody is to begin this call any more."""
-        ...
-
-    def wait(self, done: Callable[[], bool], timeout_s: float, known: int = 0) -> bool:
-        """Wait until `done()` or more than `known` ranks are lost; False after `timeout_s`. See `notify`."""
-        ...
-
-    def notify(self) -> None:
-        """Let `wait` look again: what `done` says may have changed."""
-        ...
-
-    def close(self) -> None:
-        """Say good-bye, so that nobody takes it for a death, and hang up. Never raises."""
-        ...
-
-
-class Ends:
-    """What both ends have in common: links by rank, a thread that listens to them, and who is lost.
-
-    State changes with `changed` held, and frames go out without it.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -126,43 +67,71 @@ class Ends:
         self._late: At | None = None
         self._absent: tuple[int, Sequence[int]] = (NEVER[0], ())
 
+    # What a round does.
+
+    @abstractmethod
+    def start(self, mailbox: Mailbox) -> None:
+        """Meet the others, in the background. Raises `TransportError` if rank 0 has no address for them."""
+
+    @property
+    @abstractmethod
+    def unmet(self) -> Sequence[int]:
+        """Ranks with which this one has had no link yet."""
+
+    @abstractmethod
+    def post(self, at: At, message: bytes) -> None:
+        """Tell everybody, as soon as all have posted theirs. Raises `ProtocolError` if it is too long."""
+
     def take(self, at: At) -> Sequence[bytes] | None:
-        """See `RankLinks`."""
+        """Everybody's message, by rank, once all are here."""
         with self.changed:
             there, messages = self._whole
             return messages if there == at and len(messages) == self._world_size else None
 
     def late(self, at: At) -> bool:
-        """See `RankLinks`."""
+        """Whether this rank began a call that was over."""
         return self._late == at
 
     def absent(self, at: At) -> Sequence[int]:
-        """See `RankLinks`."""
+        """Ranks without which this was given over, while this rank waits for them."""
         with self.changed:
             call, ranks = self._absent
             return ranks if at == (call, 0) else ()
 
     def settled(self, at: At) -> bool:
-        """See `RankLinks`."""
+        """Whether there is nothing to wait for any more."""
         return self.take(at) is not None or bool(self.trouble or self.absent(at)) or self.late(at)
 
+    @abstractmethod
+    def missing(self, at: At) -> Sequence[int]:
+        """Ranks that have not posted, as rank 0 knows; rank 0 itself if it does not say. Empty if `settled`."""
+
+    @abstractmethod
+    def give_over(self, call: int, absent: Sequence[int]) -> None:
+        """Nobody is to begin this call any more."""
+
     def wait(self, done: Callable[[], bool], timeout_s: float, known: int = 0) -> bool:
-        """See `RankLinks`."""
+        """Wait until `done()` or more than `known` ranks are lost; False after `timeout_s`. See `notify`."""
         with self.changed:
             return self.changed.wait_for(lambda: done() or len(self.lost) > known, timeout_s)
 
     def notify(self) -> None:
-        """See `RankLinks`."""
+        """Let `wait` look again: what `done` says may have changed."""
         with self.changed:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """See `RankLinks`. The thread that listens hears the links end, and closes them."""
+        """Say good-bye, so that nobody takes it for a death, and hang up. Never raises.
+
+        The thread that listens hears the links end, and closes them.
+        """
         with self.changed:
             self.closed = True
             links = list(self.links.values())
         for link in links:
             self.part(link)
+
+    # What the thread that listens does.
 
     def part(self, link: Link) -> None:
         """Say good-bye and hang up. Never raises."""
@@ -181,10 +150,11 @@ class Ends:
         for rank in list(self.links):
             self._hear(rank)
 
+    @abstractmethod
     def heard(self, rank: int, frame: Frame) -> None:
         """Take a frame in. Raises `ProtocolError` if it is none that `rank` sends."""
-        raise NotImplementedError
 
+    @abstractmethod
     def parted(self, rank: int) -> None:
         """That rank said good-bye."""
 

@@ -10,7 +10,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from wsync.deadline import FOREVER_S
 from wsync.errors import ProtocolError, SyncTimeout, TransportError, WsyncError
 from wsync.mailbox import Mailbox
-from wsync.rank_links import DOOR, NEVER, At, Ends, Frame, check_length, say
+from wsync.rank_links import DOOR, NEVER, At, Frame, RankLinks, check_length, say
 from wsync.transports.link import address_of
 from wsync.transports.listener import Listener, Welcome, listen_at, new_ticket
 from wsync.wire import MAX_FRAME_BYTES
@@ -21,8 +21,8 @@ _DOOR_SHUT_S = 0.5
 _TOGETHER_BYTES = 1 << 20
 
 
-class RankZero(Ends):
-    """Meets `RankLinks`."""
+class RankZero(RankLinks):
+    """See `RankLinks`."""
 
     def __init__(self, world_size: int, store: Store | None) -> None:
         """Local; nothing is connected. The host of `store` tells which address of this host others reach."""
@@ -78,7 +78,7 @@ class RankZero(Ends):
             self._listener.shutdown()
 
     def heard(self, rank: int, frame: Frame) -> None:
-        """See `Ends`."""
+        """See `RankLinks`."""
         match frame:
             case ("post", int(call), int(step), bytes(message)):
                 if not self._put(rank, (call, step), message):
@@ -92,8 +92,11 @@ class RankZero(Ends):
             case _:
                 raise ProtocolError(f"rank {rank} sent an unknown frame")
 
+    def parted(self, rank: int) -> None:
+        """See `RankLinks`. Whoever waits for it finds it missing."""
+
     def lose(self, rank: int) -> None:
-        """See `Ends`."""
+        """See `RankLinks`."""
         super().lose(rank)
         self._tell(("lost", rank))
 

@@ -205,11 +205,12 @@ def give_up_and_close(me: Rank) -> str:
     words = "stayed away"
     if me.rank != 1:
         group = group_of(me)
-        if me.rank == 0:
-            meet_when(me, "comes")
-        me.store.set("comes", "")
+        group._links.start(group._letters())
+        patience, stays_away = Deadline.after(20), {1}
+        while not stays_away.issuperset(group._links.unmet):
+            patience.remaining("the other rank that comes")
         with pytest.raises(RankError) as caught:
-            group.round("begin", None, Deadline.after(3.0 if me.rank == 0 else 20.0))
+            group.round("begin", None, Deadline.after(2.0 if me.rank == 0 else 20.0))
         words = f"{caught.value.ranks} {caught.value}"
         group.close()
     dist.barrier()

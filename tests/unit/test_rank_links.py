@@ -13,7 +13,7 @@ from wsync.deadline import Deadline
 from wsync.errors import ProtocolError
 from wsync.mailbox import Mailbox
 from wsync.other_rank import OtherRank
-from wsync.rank_links import DOOR, MAX_MESSAGE_BYTES, Ends, RankLinks
+from wsync.rank_links import DOOR, MAX_MESSAGE_BYTES, RankLinks
 from wsync.rank_zero import RankZero, _own_host
 from wsync.transports.listener import new_ticket
 
@@ -163,7 +163,7 @@ def test_what_is_said_again_is_told_once(make: Make) -> None:
     assert [list(heard(links, (1, 1))) for links in world.all()] == [[b""] * 3] * 3
 
 
-def vanish(links: Ends) -> None:
+def vanish(links: RankLinks) -> None:
     """As the end of its process would."""
     for link in list(links.links.values()):
         link._sock.shutdown(socket.SHUT_RDWR)
