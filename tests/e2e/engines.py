@@ -62,6 +62,8 @@ class Kind:
     families: Sequence[str] = FAMILIES
     transport: str = "auto"
     path: PathMode = "auto"
+    senders: int = 1
+    """Trainer ranks that send in turn."""
 
 
 class HereHF:
@@ -256,12 +258,16 @@ KINDS: Mapping[str, Kind] = {
     "hf": Kind(start=HereHF),
     "hf-worker": Kind(start=WorkerHF),
     "hf-remote": Kind(start=RemoteHF, transport="gloo", families=_FEW),
+    "hf-remote-turns": Kind(start=RemoteHF, transport="gloo", senders=2, families=_FEW),
     "vllm": Kind(start=_vllm_here, needs="vllm", ranks=1),
     "vllm-launcher": Kind(start=_vllm_parts(1), needs="vllm", everywhere=True),
     "vllm-launcher-tp2": Kind(start=_vllm_parts(2), needs="vllm", everywhere=True, families=_FEW),
     "vllm-workers": Kind(start=_vllm_workers(1, EXTENSION), needs="vllm"),
     "vllm-workers-plain": Kind(start=_vllm_workers(1, PLAIN_EXTENSION), needs="vllm", families=_FEW),
     "vllm-workers-tp2": Kind(start=_vllm_workers(2, PLAIN_EXTENSION), needs="vllm", families=_FEW),
+    "vllm-workers-tp2-turns": Kind(
+        start=_vllm_workers(2, PLAIN_EXTENSION), needs="vllm", transport="gloo", senders=2, families=_FEW
+    ),
     "sglang": Kind(start=SGLang, needs="sglang"),
     "sglang-tp2": Kind(start=lambda folder: SGLang(folder, tp=2), needs="sglang", families=_FEW),
     "sglang-own-calls": Kind(start=lambda folder: SGLang(folder, plugins="none"), needs="sglang", families=_FEW),

@@ -119,7 +119,9 @@ def main(kind_name: str, family: str, names: list[str], folder: Path) -> None:
         model.save_pretrained(folder / "launch")
     dist.barrier()
     engine = kind.start(folder / "launch") if rank == 0 or kind.everywhere else None
-    config = wsync.SyncConfig(bucket_bytes=64 << 10, timeout_s=120.0, transport=kind.transport, path=kind.path)
+    config = wsync.SyncConfig(
+        bucket_bytes=64 << 10, timeout_s=120.0, transport=kind.transport, path=kind.path, senders=kind.senders
+    )
     facts: Facts = {"launch": {"expected": [judge.expected], "tokens": [generated(engine)]}}
     for number, name in enumerate(names):
         trainer = TRAINERS[name](family, number, folder)

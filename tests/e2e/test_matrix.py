@@ -23,6 +23,7 @@ QUICK: Mapping[tuple[str, str], Sequence[str]] = {
     ("hf-worker", "llama-tied"): tuple(TRAINERS),
     ("hf", "qwen3"): ("plain", "fsdp2"),
     ("hf-remote", "llama"): ("fsdp2",),
+    ("hf-remote-turns", "qwen3-moe"): ("fsdp2",),
     ("vllm", "qwen3-moe"): ("plain", "checkpoint"),
     ("vllm-launcher", "qwen2"): ("fsdp2", "zero3"),
     ("vllm-workers", "qwen2-tied"): ("fsdp1", "lora"),
