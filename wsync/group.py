@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -56,6 +57,7 @@ class Group:
         self.timeout_s = timeout_s
         self.call = 0
         self._step = 0
+        self._posted: At | None = None
         self._data: dist.ProcessGroup | None = None
         self._mailbox = Mailbox(store) if store is not None else None
         self._links: RankLinks = OtherRank(rank, world_size, store) if rank else RankZero(world_size, store)
@@ -103,12 +105,16 @@ class Group:
         It also lies in the store, for those whom this rank has not met, or who come when it is gone.
         """
         if self.world_size > 1:
-            with suppress(Exception):  # rank 0 or the store is gone: the others find that out themselves
+            # Rank 0 or the store may be gone: the others find that out themselves.
+            words = type(error).__name__
+            with suppress(Exception):
+                words = f"{words}: {error}"
+            with suppress(Exception):
                 if not self._step:
                     self.call = max(self.call, self._links.over + 1)
-                words = f"{type(error).__name__}: {error}"
-                envelope: dict[str, object] = {"phase": phase, "message": None, "error": words}
-                self._post(envelope)
+                self._step += self._posted == self._at  # interrupted in a round: its message has been told, perhaps
+                self._post({"phase": phase, "message": None, "error": words})
+            with suppress(Exception):
                 letter = {"words": words, "of another": isinstance(error, RankError)}
                 self._letters().put_soon(self._letter(self.rank), letter, Deadline.after(_STORE_S))
 
@@ -192,19 +198,24 @@ class Group:
 
         None are if something else has settled the round.
         """
-        links, at, known = self._links, self._at, 0
+        links, at, known, left = self._links, self._at, 0, 0
         while (left_s := deadline.expires - time.monotonic()) > 0:
             unmet = links.unmet
-            if links.wait(lambda: links.settled(at), min(left_s, _LOOK_S) if unmet else left_s, known):
+            news = partial(self._settled_without, at, left)
+            if links.wait(news, min(left_s, _LOOK_S) if unmet else left_s, known):
                 if links.settled(at):
                     return []
-                known = len(links.lost)
+                known, left = len(links.lost), len(links.left)
                 missing = links.missing(at)
-                if set(missing).intersection(links.lost):
+                if set(missing).intersection((*links.lost, *links.left)):
                     return missing
             elif unmet and (failed := self._words(unmet)):
                 return list(failed)
         return links.missing(at)
+
+    def _settled_without(self, at: At, left: int) -> bool:
+        """Whether a round is settled, or more than `left` ranks have closed their group."""
+        return self._links.settled(at) or len(self._links.left) > left
 
     def _without(self, absent: Sequence[int], phase: str, deadline: Deadline) -> RankError:
         """What to raise as `absent` do not come, once the others know."""
@@ -234,6 +245,9 @@ class Group:
         dead = sorted(set(missing).intersection(self._links.lost))
         if dead:
             return self._death(dead, f"before phase {phase!r} of wsync call {self.call}")
+        closed = sorted(set(missing).intersection(self._links.left))
+        if closed:
+            return RankError(f"trainer rank(s) {closed} closed their session before phase {phase!r}", closed)
         obstacle = f". Of rank 0 it is known that {self._links.obstacle}" if self._links.obstacle else ""
         return RankError(
             f"trainer rank(s) {list(missing)} did not reach phase {phase!r} of wsync call {self.call} within "
@@ -264,6 +278,7 @@ class Group:
     def _post(self, envelope: dict[str, object]) -> None:
         self._links.start(self._letters())
         self._links.post(self._at, wire.pack(envelope))
+        self._posted = self._at
 
     @property
     def _at(self) -> At:

@@ -54,7 +54,7 @@ def open_lines(
     deadline = Deadline.after(config.timeout_s)
     if not plan.sent.buckets and engines:
         line = Line(transport=NAME, sender=NoSender(generation), engines=tuple(engines), by_reference=False)
-        _attach(line, [0] * len(engines), plan, [line.sender.ticket()], deadline)
+        _meet(line, [0] * len(engines), plan, deadline)
         return [line]
     try:
         for name in dict.fromkeys(choice.transport.name for choice in choices):
@@ -75,7 +75,7 @@ def open_lines(
                 by_reference=sender.by_reference and (plan.in_place or transport.by_reference),
             )
             lines.append(line)
-            _attach(line, receivers, plan, [sender.ticket()], deadline)
+            _meet(line, receivers, plan, deadline)
     except BaseException:
         for line in lines:
             line.sender.close()
@@ -107,15 +107,14 @@ def open_turns(
         lines.append(Line(transport=turns.transport.name, sender=sender, engines=tuple(engines), by_reference=False))
         return sender.ticket()
 
-    def meet(tickets: Sequence[Ticket]) -> None:
-        deadline = Deadline.after(config.timeout_s)
-        for line in lines:
-            _attach(line, turns.receivers, plan, tickets, deadline)
-
     patience = Deadline.beyond(config.timeout_s)
     try:
         invited = cast("Sequence[Ticket]", group.gather("invite", invite, patience))
-        group.local("attach", lambda: meet([invited[rank] for rank in plan.turns]), patience.restart())
+        tickets, deadline = [invited[rank] for rank in plan.turns], Deadline.after(config.timeout_s)
+        # Beside the round: a rank that only accepts must hear what becomes of the one that attaches.
+        accepting = [Background("workers to connect", partial(line.sender.accept, deadline)) for line in lines]
+        group.local("attach", lambda: _attach(engines, turns.receivers, plan, tickets, deadline), patience.restart())
+        group.local("accept", lambda: [call.result(deadline) for call in accepting], patience.restart())
     except BaseException:
         for line in lines:
             line.sender.close()
@@ -123,15 +122,22 @@ def open_turns(
     return lines
 
 
-def _attach(line: Line, receivers: Sequence[int], plan: Plan, tickets: Sequence[Ticket], deadline: Deadline) -> None:
-    """Connect the workers of every engine of this rank; `receivers` says how many each has."""
+def _meet(line: Line, receivers: Sequence[int], plan: Plan, deadline: Deadline) -> None:
+    """Connect the workers of every engine to the one sender of `line`."""
+    accepting = Background("workers to connect", partial(line.sender.accept, deadline))
+    _attach(line.engines, receivers, plan, [line.sender.ticket()], deadline)
+    accepting.result(deadline)
+
+
+def _attach(
+    engines: Sequence[Engine], receivers: Sequence[int], plan: Plan, tickets: Sequence[Ticket], deadline: Deadline
+) -> None:
+    """Give the tickets to the workers of every engine of this rank; `receivers` says how many each has."""
     attaching = []
     first_index = 0
-    for engine, count in zip(line.engines, receivers, strict=False):
+    for engine, count in zip(engines, receivers, strict=False):
         attach = partial(engine.attach, plan, tickets, first_index, deadline)
         attaching.append(Background(f"{engine.name} to attach", attach))
         first_index += count
-    accepting = Background("workers to connect", lambda: line.sender.accept(deadline))
     for call in attaching:
         call.result(deadline)
-    accepting.result(deadline)

@@ -54,7 +54,7 @@ class OtherRank(RankLinks):
         with self.changed:
             self._here = None
             link = self.links.get(0)
-        if link is None:
+        if link is None or not self._met:
             return [] if self.settled(at) else [0]
         say(link, ("ask", *at))
         self.wait(lambda: self.settled(at) or self._answer(at) is not None or 0 in self.lost, _ASK_S, self._world_size)
@@ -86,13 +86,17 @@ class OtherRank(RankLinks):
                     self.end(call, absent)
                 case ("lost", int(other)):
                     self.lose(other)
+                case ("left", int(other)):
+                    self.leave(other)
                 case _:
                     raise ProtocolError("rank 0 sent an unknown frame")
             self.changed.notify_all()
 
-    def parted(self, rank: int) -> None:
-        """See `RankLinks`."""
-        self.fail(RankError("trainer rank 0 closed its session", [0]))
+    def leave(self, rank: int) -> None:
+        """See `RankLinks`. Without rank 0 nothing comes from anybody."""
+        super().leave(rank)
+        if not rank:
+            self.fail(RankError("trainer rank 0 closed its session", [0]))
 
     def _answer(self, at: At) -> Sequence[int] | None:
         with self.changed:

@@ -9,6 +9,7 @@
       | <- over(call, absent) -------------- |
       | <- late(call, step) ---------------- |    to whoever begins a call that is over
       | <- lost(rank) ---------------------- |    its process ended, or its host cannot be reached
+      | <- left(rank) ---------------------- |    it closed its group
       | -- bye ------- or ------- bye ------ |    a group that is closed is no death
 
 Where rank 0 listens, and the secret, lie in the mailbox.
@@ -48,6 +49,7 @@ class RankLinks(ABC):
 
     Attributes:
         lost: ranks whose process ended without closing its group, or whose host cannot be reached any more.
+        left: ranks that closed their group.
         over: the last call that somebody gave up before all had begun it, -1 if there is none.
         trouble: why nothing will come any more, None as long as it may.
         obstacle: why rank 0 could not be reached so far, "" if nothing is known.
@@ -57,6 +59,7 @@ class RankLinks(ABC):
         """Local; nothing is connected."""
         self.changed = threading.Condition()
         self.lost: list[int] = []
+        self.left: list[int] = []
         self.over = NEVER[0]
         self.trouble: WsyncError | None = None
         self.obstacle = ""
@@ -89,8 +92,8 @@ class RankLinks(ABC):
             return messages if there == at and len(messages) == self._world_size else None
 
     def late(self, at: At) -> bool:
-        """Whether this rank began a call that was over."""
-        return self._late == at
+        """Whether this rank is in the first step of a call that is over, and not for want of others."""
+        return self._late == at or (not at[1] and at[0] <= self.over and not self.absent(at))
 
     def absent(self, at: At) -> Sequence[int]:
         """Ranks without which this was given over, while this rank waits for them."""
@@ -154,15 +157,17 @@ class RankLinks(ABC):
     def heard(self, rank: int, frame: Frame) -> None:
         """Take a frame in. Raises `ProtocolError` if it is none that `rank` sends."""
 
-    @abstractmethod
-    def parted(self, rank: int) -> None:
-        """That rank said good-bye."""
-
     def lose(self, rank: int) -> None:
         """That rank is gone."""
         with self.changed:
             if rank not in self.lost:
                 self.lost.append(rank)
+            self.changed.notify_all()
+
+    def leave(self, rank: int) -> None:
+        """That rank closed its group."""
+        with self.changed:
+            self.left.append(rank)
             self.changed.notify_all()
 
     def fail(self, error: WsyncError) -> None:
@@ -184,7 +189,7 @@ class RankLinks(ABC):
             while (frame := self.links[rank].receive()) is not None:
                 if frame == ("bye",):
                     self._drop(rank)
-                    self.parted(rank)
+                    self.leave(rank)
                     return
                 self.heard(rank, frame)
         except (PeerError, ProtocolError):

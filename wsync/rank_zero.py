@@ -68,8 +68,12 @@ class RankZero(RankLinks):
 
     def give_over(self, call: int, absent: Sequence[int]) -> None:
         """See `RankLinks`."""
-        self.end(call, absent)
-        self._tell(("over", call, list(absent)))
+        with self.changed:
+            known = call <= self.over
+            self.end(call, absent)
+            self._posts = {at: posts for at, posts in self._posts.items() if at > (call, 0)}
+        if not known:  # else everybody has been told
+            self._tell(("over", call, list(absent)))
 
     def close(self) -> None:
         """See `RankLinks`."""
@@ -92,8 +96,10 @@ class RankZero(RankLinks):
             case _:
                 raise ProtocolError(f"rank {rank} sent an unknown frame")
 
-    def parted(self, rank: int) -> None:
-        """See `RankLinks`. Whoever waits for it finds it missing."""
+    def leave(self, rank: int) -> None:
+        """See `RankLinks`."""
+        super().leave(rank)
+        self._tell(("left", rank))
 
     def lose(self, rank: int) -> None:
         """See `RankLinks`."""
@@ -154,6 +160,7 @@ class RankZero(RankLinks):
                     self.links[rank] = link
                     self._met.add(rank)
                     closed, news = self.closed, [("lost", other) for other in self.lost]
+                    news += [("left", other) for other in self.left]
                     over = ("over", self.over, list(self._absent[1]))
                 for frame in [*news, *([over] if self.over > NEVER[0] else [])]:
                     say(link, frame)

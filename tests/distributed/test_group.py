@@ -200,6 +200,32 @@ def close_and_stay(me: Rank) -> str:
     return words
 
 
+def one_leaves(me: Rank) -> str:
+    group = group_of(me)
+    group.round("connect", None, Deadline.after(20))
+    words = "closed"
+    if me.rank == 1:
+        group.close()
+    else:
+        words = words_of(group)
+    dist.barrier()
+    return words
+
+
+def interrupted(me: Rank) -> str:
+    """Rank 1 has posted its message, and fails before it has read those of the others."""
+    group = group_of(me)
+    if me.rank == 1:
+        group._post({"phase": "begin", "message": None, "error": None})
+        group.report("begin", MemoryError("no room"))
+        dist.barrier()
+        return "failed"
+    group.round("begin", None, Deadline.after(20))
+    words = words_of(group, "next")
+    dist.barrier()
+    return words
+
+
 def give_up_and_close(me: Rank) -> str:
     """Rank 1 stays away. Rank 0 gives up first and closes; rank 2, which is more patient, has it from rank 0 then."""
     words = "stayed away"
@@ -277,6 +303,16 @@ def test_the_death_of_rank_0_ends_a_round_at_once() -> None:
 def test_a_rank_0_that_closes_ends_the_rounds_of_others_at_once() -> None:
     _, *words = run_ranks(close_and_stay, 3, timeout_s=60)
     assert words == ["(0,) trainer rank 0 closed its session"] * 2
+
+
+def test_a_rank_that_closes_is_named_at_once() -> None:
+    first, _, third = run_ranks(one_leaves, 3, timeout_s=60)
+    assert first == third == "(1,) trainer rank(s) [1] closed their session before phase 'begin'"
+
+
+def test_a_failure_in_the_middle_of_a_round_is_heard_in_the_next() -> None:
+    first, _, third = run_ranks(interrupted, 3, timeout_s=60)
+    assert first == third == "(1,) stopped before phase 'next': rank 1: MemoryError: no room"
 
 
 def test_who_gives_up_first_tells_the_others_who_is_missing() -> None:

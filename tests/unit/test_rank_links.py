@@ -126,9 +126,8 @@ def test_a_call_that_was_given_over_is_late_for_those_who_come_then(make: Make) 
     until(world.zero, lambda: list(world.zero.absent(FIRST)) == [1])
     assert world.zero.settled(FIRST), "nobody waits for a call that is over"
     until(first, lambda: first.over == 1)
-    assert not first.settled(FIRST), "it is to come late, not to wait for itself"
-    first.post(FIRST, b"")
-    until(first, lambda: first.late(FIRST))
+    assert first.late(FIRST), "it is not to wait for itself"
+    assert not first.absent(FIRST)
     assert not second.late(FIRST), "it had come in time"
     for links in world.all():
         links.post((2, 0), b"")
@@ -205,6 +204,7 @@ def test_a_close_is_no_death(make: Make) -> None:
     until(world.zero, lambda: 1 not in world.zero.links)
     second.post(FIRST, b"")
     until(world.zero, lambda: list(world.zero.missing(FIRST)) == [0, 1])
+    until(second, lambda: second.left == [1])
     world.zero.close()
     until(second, lambda: second.settled(FIRST))
     assert "closed its session" in str(second.trouble)

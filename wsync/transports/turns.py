@@ -35,7 +35,7 @@ class TurnsReceiver:
     def fail(self, message: str) -> None:
         """See `wsync.Receiver`."""
         for receiver in self._receivers:
-            receiver.fail(message)
+            receiver.fail(message)  # never raises
 
     def close(self) -> None:
         """See `wsync.Receiver`."""
