@@ -180,9 +180,10 @@ class Group:
                 self.enter()
                 self._post(envelope)
                 continue
-            absent, trouble = links.absent(self._at) or self._missing(deadline), links.trouble
+            missing, trouble = self._missing(deadline), links.trouble
+            absent = links.absent(self._at) or missing
             if links.take(self._at) is not None:
-                continue  # it came before what is wrong now
+                continue  # it came before what is wrong now, as an end came before the good-bye of who gave up
             if absent:
                 raise self._without(absent, phase, deadline)
             if trouble:
