@@ -120,8 +120,8 @@ def connect_ranks(
             plan, reason = pulling()
             buckets_because = f"{buckets_because}, and cannot be pulled: {reason}" if reason else ""
         if plan is None:
-            plan = Plan.pack(wanted, config.bucket_bytes)
-            in_buckets = plan = plan if turns is None else plan.in_turns(turns.ranks)
+            packed = Plan.pack(wanted, config.bucket_bytes)
+            in_buckets = plan = packed if turns is None else packed.in_turns(turns.ranks)
             group.local("prepare", lambda: producer.prepare(in_buckets, senders, group), patience)
     if "cuda" in devices:
         _check_gathers(plan.sent, plan.turns or senders, buckets_because)

@@ -1,6 +1,5 @@
 """Trainer rank 0's end of the links between ranks: it collects what is posted and tells everybody."""
 
-import ipaddress
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -11,6 +10,7 @@ from wsync.deadline import FOREVER_S
 from wsync.errors import ProtocolError, SyncTimeout, TransportError, WsyncError
 from wsync.mailbox import Mailbox
 from wsync.rank_links import DOOR, NEVER, At, Frame, RankLinks, check_length, say
+from wsync.transports.dial import is_loopback
 from wsync.transports.link import address_of
 from wsync.transports.listener import Listener, Welcome, listen_at, new_ticket
 from wsync.wire import MAX_FRAME_BYTES
@@ -193,7 +193,7 @@ def _own_host(store: Store | None) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(name)
         own = str(probe.getsockname()[0])
-    if ipaddress.ip_address(own).is_loopback and not is_loopback(host):
+    if is_loopback(own) and not is_loopback(host):
         return "::" if family == socket.AF_INET6 else "0.0.0.0"
     return own
 
@@ -203,11 +203,3 @@ def store_address(store: Store | None) -> tuple[str, int]:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return str(getattr(store, "host", "127.0.0.1")), int(getattr(store, "port", 1))
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is this host whoever reads it."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

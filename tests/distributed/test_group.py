@@ -188,23 +188,11 @@ def killed_in_a_round(me: Rank) -> str:
     return words_of(group)
 
 
-def close_and_stay(me: Rank) -> str:
+def one_closes(me: Rank, culprit: int) -> str:
     group = group_of(me)
     group.round("connect", None, Deadline.after(20))
     words = "closed"
-    if me.rank == 0:
-        group.close()
-    else:
-        words = words_of(group)
-    dist.barrier()
-    return words
-
-
-def one_leaves(me: Rank) -> str:
-    group = group_of(me)
-    group.round("connect", None, Deadline.after(20))
-    words = "closed"
-    if me.rank == 1:
+    if me.rank == culprit:
         group.close()
     else:
         words = words_of(group)
@@ -301,12 +289,12 @@ def test_the_death_of_rank_0_ends_a_round_at_once() -> None:
 
 
 def test_a_rank_0_that_closes_ends_the_rounds_of_others_at_once() -> None:
-    _, *words = run_ranks(close_and_stay, 3, timeout_s=60)
+    _, *words = run_ranks(one_closes, 3, 0, timeout_s=60)
     assert words == ["(0,) trainer rank 0 closed its session"] * 2
 
 
 def test_a_rank_that_closes_is_named_at_once() -> None:
-    first, _, third = run_ranks(one_leaves, 3, timeout_s=60)
+    first, _, third = run_ranks(one_closes, 3, 1, timeout_s=60)
     assert first == third == "(1,) trainer rank(s) [1] closed their session before phase 'begin'"
 
 

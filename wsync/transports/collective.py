@@ -28,6 +28,7 @@ from wsync.topology import CPU, Topology
 from wsync.transports.collective_group import Backend
 from wsync.transports.collective_receiver import CollectiveReceiver, ReceivingEnd
 from wsync.transports.collective_sender import CollectiveSender, SendingEnd
+from wsync.transports.dial import is_loopback
 from wsync.transports.gloo import GlooBackend
 from wsync.transports.link import address_of
 from wsync.transports.listener import Listener, connect, listen_at, new_ticket
@@ -61,7 +62,7 @@ class CollectiveTransport:
             return reason
         for worker in topology.receivers:
             near = (worker.host, worker.network) == (topology.sender.host, topology.sender.network)
-            if not near and self.host in _LOOPBACK:
+            if not near and is_loopback(self.host):
                 return (
                     f"a worker is {worker}, which cannot reach {self.host} of this host; pass transport="
                     f"wsync.transports.collective.CollectiveTransport({self.name!r}, host=<address that it reaches>)"
@@ -134,7 +135,6 @@ class HcclTransport(CollectiveTransport):
 
 
 _BACKENDS: Mapping[str, Backend] = {"gloo": GlooBackend(), "nccl": NcclBackend()}
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 def _no_backend(name: str) -> str:

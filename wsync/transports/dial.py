@@ -1,6 +1,7 @@
 """Connecting a socket, within a deadline."""
 
 import errno
+import ipaddress
 import os
 import select
 import socket
@@ -19,6 +20,14 @@ def address_parts(address: str) -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
         raise ConfigError(f'{address!r} is no address; write "host:port", with brackets around an IPv6 host')
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this host, whichever one reads it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def dial(address: str, peer: str, deadline: Deadline) -> socket.socket:
