@@ -7,30 +7,26 @@ the trainer's groups are untouched and the next sync builds a new one. The links
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from wsync import wire
 from wsync.background import Background
 from wsync.deadline import Deadline
-from wsync.errors import ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError, WsyncError
+from wsync.errors import ProtocolError, RankError, SyncTimeout, UnsupportedError, WsyncError
+from wsync.host_transfers import HostTransfers
 from wsync.mailbox import Mailbox
 from wsync.other_rank import OtherRank
 from wsync.rank_links import At, RankLinks
 from wsync.rank_zero import RankZero
+from wsync.transfers import Messages, Transfers
 
 T = TypeVar("T")
-
-_GRACE_S = 1.0
-"""How much longer a transfer's own thread is waited for, so that its words come through."""
-
 
 _STORE_S = 2.0
 """How long the store is waited for, where that is not what a rank is here for."""
@@ -58,7 +54,7 @@ class Group:
         self.call = 0
         self._step = 0
         self._posted: At | None = None
-        self._data: dist.ProcessGroup | None = None
+        self._transfers: Transfers | None = None
         self._mailbox = Mailbox(store) if store is not None else None
         self._links: RankLinks = OtherRank(rank, world_size, store) if rank else RankZero(world_size, store)
         if world_size > 1:
@@ -120,11 +116,11 @@ class Group:
 
     def transfer(
         self,
-        sends: Sequence[tuple[int, torch.Tensor]],
-        receives: Sequence[tuple[int, torch.Tensor]],
+        sends: Messages,
+        receives: Messages,
         deadline: Deadline,
     ) -> None:
-        """Point-to-point in one batch: (peer rank, contiguous tensor). Returns when all of it is done.
+        """Point-to-point in one batch. In host memory all of it is done on return, on a device it is queued.
 
         The first transfer after `reset` connects all ranks: each of them must make it, if only to itself.
 
@@ -135,24 +131,23 @@ class Group:
         """
         if not sends and not receives:
             return
-        peers = sorted({peer for peer, _ in (*sends, *receives)})
-        waiting_for = f"trainer ranks {peers}"
-        sample = sends[0][1] if sends else receives[0][1]
-        current, store, name = self._data, self._private_store(), f"data/{self.call}"
+        device = (sends or receives)[0][1].device
+        with self._dropped_if_broken():
+            if self._transfers is None:
+                self._transfers = self._meet(device, deadline)
+            self._transfers.run(sends, receives, deadline)
 
-        def move() -> dist.ProcessGroup:
-            data = current or self._communicator(sample, store, name)
-            works = [data.recv([tensor], peer, 0) for peer, tensor in receives if tensor.numel()]
-            works += [data.send([tensor], peer, 0) for peer, tensor in sends if tensor.numel()]
-            for work in works:
-                work.wait(timedelta(seconds=deadline.remaining(waiting_for)))
-            return data
-
-        self._data = self._await(Background(f"the transfer with {waiting_for}", move), deadline)
+    def settle(self, deadline: Deadline) -> None:
+        """Wait until what was transferred is there, on devices too. Raises as `transfer`."""
+        if self._transfers is not None:
+            with self._dropped_if_broken():
+                self._transfers.settle(deadline)
 
     def reset(self) -> None:
-        """Drop the data communicator. The next transfer builds one, which every rank must then do."""
-        self._data = None
+        """Drop the data communicator, and what it takes of a device. The next transfer builds one: see there."""
+        transfers, self._transfers = self._transfers, None
+        if transfers is not None:
+            transfers.close()
 
     def close(self) -> None:
         """Drop the communicator and hang up."""
@@ -300,37 +295,32 @@ class Group:
             )
         return self._store
 
-    def _communicator(self, sample: torch.Tensor, store: Store, name: str) -> dist.ProcessGroup:
-        if sample.device.type != "cpu":
-            raise UnsupportedError(
-                f"gathering shards on {sample.device} is not supported yet; trainer shards must be on the CPU"
-            )
-        shared: Any = store
-        store = PrefixStore(name, shared.clone())  # a wait on its connection must not block the trainer's
-        gloo = dist.ProcessGroupGloo(store, self.rank, self.world_size, timedelta(seconds=self.timeout_s))
-        boxed = dist.ProcessGroup(store, self.rank, self.world_size)
-        boxed._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        return boxed
+    def _meet(self, device: torch.device, deadline: Deadline) -> Transfers:
+        """*Collective.* The data communicator for shards on `device`."""
+        if device.type == "cpu":
+            shared: Any = self._private_store()
+            store = PrefixStore(f"data/{self.call}", shared.clone())  # a wait on it must not block the trainer's
+            return HostTransfers(self.rank, self.world_size, store, self.timeout_s, self._links, self._death_during)
+        from wsync.device_transfers import DeviceTransfers, introduce
 
-    def _await(self, call: Background[dist.ProcessGroup], deadline: Deadline) -> dist.ProcessGroup:
-        """The communicator that `call` used. A transfer that broke, or that a death leaves hanging, is left behind."""
-        links = self._links
-        call.add_done_callback(links.notify)
+        said = self.gather("introduce", lambda: introduce(self.rank, device), deadline)
+        introductions = cast("Sequence[Mapping[str, Any]]", said)
+        return DeviceTransfers(introductions, self.rank, device, self._check_alive, deadline)
+
+    @contextmanager
+    def _dropped_if_broken(self) -> Iterator[None]:
         try:
-            links.wait(lambda: call.done, deadline.remaining(call.name) + _GRACE_S)
-            if not call.done and links.lost:
-                raise self._death(sorted(links.lost), f"during {call.name}")
-            return call.result(deadline.restart() if call.done else deadline)
-        except (SyncTimeout, RankError, UnsupportedError):
+            yield
+        except BaseException:
             self.reset()
             raise
-        except RuntimeError as error:
-            self.reset()
-            if links.wait(lambda: False, _GRACE_S):
-                raise self._death(sorted(links.lost), f"during {call.name}") from error
-            raise TransportError(
-                f"rank {self.rank}: {call.name} broke or passed its deadline of {deadline.timeout_s:g} s: {error}"
-            ) from error
+
+    def _check_alive(self) -> None:
+        if self._links.lost:
+            raise self._death_during("a transfer")
+
+    def _death_during(self, what: str) -> RankError:
+        return self._death(sorted(self._links.lost), f"during {what}")
 
 
 def _stopped(phase: str, words: Mapping[int, object]) -> RankError:

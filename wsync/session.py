@@ -118,7 +118,7 @@ class Session:
         return rings * plan.capacity * min(self.config.num_slots, len(plan.buckets))
 
     def release_slots(self) -> None:
-        """*Collective.* Give slots and sockets back until the next sync, which connects them afresh.
+        """*Collective.* Give slots, sockets and communicators back until the next sync, which connects them afresh.
 
         When it returns no worker has memory of any rank mapped: freed, it is free.
 
@@ -127,6 +127,7 @@ class Session:
         self._group.enter()
         self._group.local("release", self._unmap, self._deadline())
         self._detach()
+        self._group.reset()
 
     def close(self) -> None:
         """Release slots, sockets and the communicator. The engines stay as they are. Never raises.
@@ -317,6 +318,7 @@ class Session:
         deadline = self._deadline()
         for line in self._lines:
             line.sender.drain(deadline)
+        self._group.settle(deadline)
         return self._ranks is not None or self._producer.confirm()
 
     def _join(self, results: list[Sequence[Loaded]]) -> bool:
@@ -351,8 +353,8 @@ class Session:
         """Close the wires first, so that workers stop waiting; then see what each engine still holds. Never raises."""
         self._group.report("give up", error)
         attached = [(engine, line.sender.ticket().address) for line in self._lines for engine in line.engines]
+        self._group.reset()  # first: what waits on a device for a dead rank would keep the wires
         self._detach()
-        self._group.reset()
         reason, deadline = f"{type(error).__name__}: {error}", self._deadline()
         for engine in self.engines:
             # The halves of one replica must not end in different states: they would wait for each other for ever.

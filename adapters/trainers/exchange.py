@@ -91,8 +91,8 @@ class Exchange:
     own: Loads
     """Into the slot."""
 
-    sends: tuple[Message, ...]
-    """From the outbox."""
+    sends: tuple[tuple[bool, Message], ...]
+    """(from the slot, message), else from the outbox."""
 
     receives: tuple[tuple[bool, Message], ...]
     """(into the slot, message), else into the inbox."""
@@ -130,9 +130,9 @@ class Exchange:
         outbox, inbox = boxes
         if self.exchanged:
             # The first transfer connects all ranks: one that has nothing to say must be there too.
-            sends = self.sends or (Message(rank=group.rank, start=0, nbytes=0),)
+            sends = self.sends or ((False, Message(rank=group.rank, start=0, nbytes=0)),)
             group.transfer(
-                [message.of(outbox) for message in sends],
+                [message.of(outbox if slot is None or not in_slot else slot) for in_slot, message in sends],
                 [message.of(inbox if slot is None or not in_slot else slot) for in_slot, message in self.receives],
                 deadline,
             )
@@ -142,45 +142,49 @@ class Exchange:
 
 def compile_exchange(gather: BucketGather, pieces: Pieces, layouts: Mapping[str, Layout]) -> Exchange:
     """Turn parts into copies between the memory of this rank's parameters, its two boxes and the slot."""
-    starts, outbox_nbytes = _lay_out(gather.packets)
-    inbox = [(rank, packet) for rank, packet in gather.receives if not packet.in_place]
-    places, inbox_nbytes = _lay_out([packet for _, packet in inbox])
-    inbox_starts = iter(places)
-    receives = []
-    for rank, packet in gather.receives:
-        start = _slot_start(packet.parts[0]) if packet.in_place else next(inbox_starts)
-        receives.append((packet.in_place, Message(rank=rank, start=start, nbytes=packet.nbytes)))
+    own = {id(part) for part in gather.own}
+    sent = _place(gather.packets, [packet.in_place and id(packet.parts[0]) in own for packet in gather.packets])
+    received = _place([packet for _, packet in gather.receives], [packet.in_place for _, packet in gather.receives])
     return Exchange(
-        staged=_loads(
-            [placed for packet, start in zip(gather.packets, starts, strict=True) for placed in _places(packet, start)],
-            pieces,
-            layouts,
-        ),
+        staged=_loads([pair for placed in sent.boxed for pair in _places(*placed)], pieces, layouts),
         own=_loads([(part, _in_slot(part)) for part in gather.own], pieces, layouts),
-        sends=tuple(
-            Message(rank=rank, start=starts[index], nbytes=gather.packets[index].nbytes) for rank, index in gather.sends
-        ),
-        receives=tuple(receives),
+        sends=tuple(sent.message(rank, index) for rank, index in gather.sends),
+        receives=tuple(received.message(rank, index) for index, (rank, _) in enumerate(gather.receives)),
         exchanged=gather.exchanged,
-        moves=Copies(
-            [
-                _placed(part, region)
-                for (_, packet), start in zip(inbox, places, strict=True)
-                for part, region in _places(packet, start)
-            ]
-        ),
-        outbox_nbytes=outbox_nbytes,
-        inbox_nbytes=inbox_nbytes,
+        moves=Copies([_placed(*pair) for placed in received.boxed for pair in _places(*placed)]),
+        outbox_nbytes=sent.box_nbytes,
+        inbox_nbytes=received.box_nbytes,
     )
 
 
-def _lay_out(packets: Sequence[Packet]) -> tuple[list[int], int]:
-    """First byte of each packet in a box that holds them one after the other, and the size of the box."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Placed:
+    """Packets, each in the slot or in a box that holds those one after the other."""
+
+    packets: Sequence[Packet]
+    in_slot: Sequence[bool]
+    starts: Sequence[int]
+    box_nbytes: int
+
+    @property
+    def boxed(self) -> Iterable[tuple[Packet, int]]:
+        """Those in the box, each with its first byte."""
+        for packet, inside, start in zip(self.packets, self.in_slot, self.starts, strict=True):
+            if not inside:
+                yield packet, start
+
+    def message(self, rank: int, index: int) -> tuple[bool, Message]:
+        """Of a packet, to or from `rank`: (in the slot, message)."""
+        message = Message(rank=rank, start=self.starts[index], nbytes=self.packets[index].nbytes)
+        return self.in_slot[index], message
+
+
+def _place(packets: Sequence[Packet], in_slot: Sequence[bool]) -> _Placed:
     starts, end = [], 0
-    for packet in packets:
-        starts.append(end)
-        end = align(end + packet.nbytes)
-    return starts, end
+    for packet, inside in zip(packets, in_slot, strict=True):
+        starts.append(_slot_start(packet.parts[0]) if inside else end)
+        end = end if inside else align(end + packet.nbytes)
+    return _Placed(packets=packets, in_slot=in_slot, starts=starts, box_nbytes=end)
 
 
 def _slot_start(part: Part) -> int:

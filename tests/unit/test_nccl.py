@@ -29,6 +29,7 @@ class FakeLibrary:
     def __init__(self, first: int = SUCCESS, states: Sequence[int] = (), address: int = 7) -> None:
         self.first, self.states, self.address = first, list(states), address
         self.called: list[str] = []
+        self.sent = SUCCESS
 
     def version(self) -> str:
         return "2.28.9"
@@ -46,6 +47,22 @@ class FakeLibrary:
 
     def broadcast(self, communicator: int, start: int, nbytes: int, stream: int) -> int:
         self.called.append(f"broadcast {nbytes}")
+        return IN_PROGRESS
+
+    def send(self, communicator: int, peer: int, start: int, nbytes: int, stream: int) -> int:
+        self.called.append(f"send {nbytes} to {peer}")
+        return self.sent
+
+    def receive(self, communicator: int, peer: int, start: int, nbytes: int, stream: int) -> int:
+        self.called.append(f"receive {nbytes} from {peer}")
+        return SUCCESS
+
+    def start_group(self) -> int:
+        self.called.append("start group")
+        return SUCCESS
+
+    def end_group(self) -> int:
+        self.called.append("end group")
         return IN_PROGRESS
 
     def abort(self, communicator: int) -> None:
@@ -128,12 +145,12 @@ def test_variables_that_do_not_matter_are_left_out(monkeypatch: pytest.MonkeyPat
 
 def test_every_difference_is_named_with_both_values() -> None:
     here, there = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}, {"NCCL_ALGO": "Tree", "NCCL_BUFFSIZE": "1"}
-    assert differences(here, there) == [
+    assert differences(here, there, "the sender") == [
         "NCCL_ALGO is 'Ring' here and 'Tree' at the sender",
         "NCCL_PROTO is 'LL' here and not set at the sender",
         "NCCL_BUFFSIZE is not set here and '1' at the sender",
     ]
-    assert differences(here, dict(here)) == []
+    assert differences(here, dict(here), "the sender") == []
 
 
 def test_a_receiver_compares_before_anything_is_made(devices: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +231,21 @@ def test_a_communicator_waits_for_what_goes_on_in_the_background() -> None:
     assert library.called == ["begin", "broadcast 512", "abort 7"]
 
 
+def test_an_exchange_is_one_group_which_ends_whatever_happens_in_it() -> None:
+    library = FakeLibrary()
+    made = communicator(library)
+    library.called.clear()
+    library.states = [IN_PROGRESS, SUCCESS]
+    made.exchange([(1, 0, 8)], [(1, 64, 16), (2, 96, 4)], 0)
+    expected = ["start group", "send 8 to 1", "receive 16 from 1", "receive 4 from 2", "end group"]
+    assert library.called == expected
+    assert not library.states
+    library.sent = REMOTE_ERROR
+    with pytest.raises(TransportError, match="NCCL: an exchange cannot begin: code 6 of 7"):
+        made.exchange([(1, 0, 8)], [], 0)
+    assert library.called[len(expected) :] == ["start group", "send 8 to 1", "end group"]
+
+
 def test_a_wait_that_nobody_wants_ends_and_aborts() -> None:
     def check() -> None:
         raise SyncTimeout("nobody waits")
@@ -234,7 +266,7 @@ def test_an_error_has_nccl_s_words() -> None:
     library.states = [IN_PROGRESS]
     made.look()
     library.states = [REMOTE_ERROR]
-    with pytest.raises(TransportError, match="NCCL: a broadcast failed: code 6 of 7"):
+    with pytest.raises(TransportError, match="NCCL: what was queued failed: code 6 of 7"):
         made.look()
 
 

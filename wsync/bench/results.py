@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wsync.bench import ceilings
-from wsync.bench.gpu import cases, moonshot, nccl_case, sharded_pull
+from wsync.bench.gpu import cases, gathered, moonshot, nccl_case, sharded_pull
 from wsync.bench.gpu.outcome import COPY
 from wsync.errors import ConfigError
 from wsync.memory.sizes import GIB
@@ -28,6 +28,7 @@ _FLOORS = {
     cases.TWO_COPIES: "two copies on the device",
     cases.CAST: "one pass that reads, casts and writes",
     nccl_case.RAW: "NCCL broadcasts in buffers of 1 GiB",
+    gathered.GATHER: "NCCL all-gathers of packed shards, in buckets of 256 MiB",
     sharded_pull.LOCAL: "the part that stays on its device, by itself",
     sharded_pull.LINK: "the part that crosses the link, by itself",
     sharded_pull.FLOOR: "the longer one of both",
@@ -42,6 +43,7 @@ _RIVALS = {
     cases.FLATTENED: "SGLang's flattened_bucket update (slime)",
     moonshot.UPDATE: "Moonshot's checkpoint-engine, from pinned memory",
     moonshot.FROM_DEVICE: "Moonshot's checkpoint-engine, from the device",
+    gathered.FULL_EACH: "full_tensor, a handle and a call for each tensor (verl, OpenRLHF)",
     nccl_case.PACKED: "vLLM's own NCCL transfer, packed",
     nccl_case.EACH: "a push of single tensors (TRL)",
 }

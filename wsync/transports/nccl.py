@@ -50,19 +50,19 @@ class NcclBackend:
         """See `Backend`. The device, and a fingerprint as "name=value"."""
         if device.type != "cuda":
             raise UnsupportedError(f"nccl moves tensors between CUDA devices; the trainer's weights are on {device}")
-        return (_uuid(device), *(f"{name}={value}" for name, value in _fingerprint().items()))
+        return (uuid_of(device), *(f"{name}={value}" for name, value in environment().items()))
 
     def compare(self, facts: Sequence[Fact]) -> None:
         """See `Backend`. Names what differs, with both values."""
         uuid, *pairs = [str(fact) for fact in facts] or [""]
         there = {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
-        if unlike := differences(_fingerprint(), there):
+        if unlike := differences(environment(), there, "the sender"):
             raise ConfigError(
                 f"{'; '.join(unlike)}. NCCL would wait for ever between processes that differ in this: start both "
                 f"with the same"
             )
         device = torch.device("cuda", torch.cuda.current_device())
-        if uuid == _uuid(device):
+        if uuid == uuid_of(device):
             raise ConfigError(f"{device} here and the sender's device are one, {uuid}: NCCL takes every device once")
 
     def memory(self, slot_bytes: int, num_slots: int, device: torch.device | None) -> DeviceSlots:
@@ -80,10 +80,7 @@ class NcclBackend:
 def meet(seat: Seat, check: Callable[[], None]) -> bytes:
     """The key of a communicator, which rank 0 makes for all."""
     if seat.rank == 0:
-        code, key = load().make_key()
-        if code != SUCCESS:
-            raise TransportError(f"NCCL: no rank can be invited: {load().words(code, 0)}")
-        seat.board.post(_KEY, key)
+        seat.board.post(_KEY, make_key())
     key = seat.board.read(_KEY, Deadline.after(seat.timeout_s), check)
     if len(key) != KEY_BYTES:
         raise ProtocolError("the sender posted no key of NCCL's")
@@ -112,11 +109,21 @@ class _Group:
         return False
 
 
-def _fingerprint() -> Mapping[str, str]:
+def make_key() -> bytes:
+    """A communicator's, to be told to all of its ranks. Raises `TransportError`."""
+    code, key = load().make_key()
+    if code != SUCCESS:
+        raise TransportError(f"NCCL: no rank can be invited: {load().words(code, 0)}")
+    return key
+
+
+def environment() -> Mapping[str, str]:
+    """What ranks must have in common. Raises `ConfigError` if communicators of this process would block."""
     if forced_to_block():
         raise ConfigError("NCCL_COMM_BLOCKING is 1: a communicator that blocks cannot be given up; leave it unset")
     return fingerprint(load().version())
 
 
-def _uuid(device: torch.device) -> str:
+def uuid_of(device: torch.device) -> str:
+    """Of a CUDA device, the same in every process."""
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -1,11 +1,14 @@
 """One rank of a communicator of NCCL's, which never blocks and never outlives its thread."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from wsync.errors import TransportError
 from wsync.transports.nccl_library import IN_PROGRESS, SUCCESS
+
+Span = tuple[int, int, int]
+"""A peer, the first address of device memory, and its bytes."""
 
 _POLL_S = 2e-5
 
@@ -16,6 +19,10 @@ class Functions(Protocol):
     def begin(self, key: bytes, rank: int, size: int) -> tuple[int, int]: ...
     def state(self, communicator: int) -> int: ...
     def broadcast(self, communicator: int, start: int, nbytes: int, stream: int) -> int: ...
+    def send(self, communicator: int, peer: int, start: int, nbytes: int, stream: int) -> int: ...
+    def receive(self, communicator: int, peer: int, start: int, nbytes: int, stream: int) -> int: ...
+    def start_group(self) -> int: ...
+    def end_group(self) -> int: ...
     def abort(self, communicator: int) -> None: ...
     def words(self, code: int, communicator: int) -> str: ...
 
@@ -40,10 +47,19 @@ class Communicator:
         """Queue a broadcast of device memory from rank 0, in place. When it returns it is in the stream."""
         self._settle(self._library.broadcast(self._address, start, nbytes, stream), "a broadcast cannot begin")
 
+    def exchange(self, sends: Sequence[Span], receives: Sequence[Span], stream: int) -> None:
+        """Queue all of it as one operation, on the current device. When it returns it is in the stream."""
+        library, codes = self._library, [self._library.start_group()]
+        codes += [library.send(self._address, *span, stream) for span in sends]
+        codes += [library.receive(self._address, *span, stream) for span in receives]
+        codes.append(library.end_group())  # in any case: this thread's next call would be in the group
+        failed = [code for code in codes[:-1] if code not in (SUCCESS, IN_PROGRESS)]
+        self._settle(failed[0] if failed else codes[-1], "an exchange cannot begin")
+
     def look(self) -> None:
         """Raises `TransportError` if a peer or the network has failed meanwhile."""
         if (state := self._library.state(self._address)) not in (SUCCESS, IN_PROGRESS):
-            raise self._error("a broadcast failed", state)
+            raise self._error("what was queued failed", state)
 
     def abort(self) -> None:
         """End whatever runs on the device and give its memory back. Twice is nothing."""

@@ -31,10 +31,10 @@ def fingerprint(version: str) -> Mapping[str, str]:
     return {_VERSION: version, **{name: os.environ[name] for name in ALIKE if name in os.environ}}
 
 
-def differences(here: Mapping[str, str], there: Mapping[str, str]) -> Sequence[str]:
-    """For people: each name of two fingerprints that has not one value, with both."""
+def differences(here: Mapping[str, str], there: Mapping[str, str], where: str) -> Sequence[str]:
+    """For people: each name of two fingerprints that has not one value, with both. `where` is whose the other is."""
     return [
-        f"{name} is {_shown(here, name)} here and {_shown(there, name)} at the sender"
+        f"{name} is {_shown(here, name)} here and {_shown(there, name)} at {where}"
         for name in dict.fromkeys((*here, *there))
         if here.get(name) != there.get(name)
     ]

@@ -1,4 +1,4 @@
-"""libnccl, as far as broadcasts need it, by its C interface. Communicators do not block: see decision 013."""
+"""libnccl, as far as wsync needs it, by its C interface. Communicators do not block: see decision 013."""
 
 import ctypes
 from functools import cache
@@ -49,6 +49,10 @@ class Library:
             "ncclCommGetAsyncError": (pointer, pointer),
             "ncclCommAbort": (pointer,),
             "ncclBroadcast": (pointer, pointer, ctypes.c_size_t, integer, integer, pointer, pointer),
+            "ncclSend": (pointer, ctypes.c_size_t, integer, integer, pointer, pointer),
+            "ncclRecv": (pointer, ctypes.c_size_t, integer, integer, pointer, pointer),
+            "ncclGroupStart": (),
+            "ncclGroupEnd": (),
         }.items():
             function = getattr(functions, name)
             function.argtypes, function.restype = arguments, integer
@@ -94,6 +98,22 @@ class Library:
     def broadcast(self, communicator: int, start: int, nbytes: int, stream: int) -> int:
         """Queue a broadcast from rank 0, in place. Code; what is in progress has not been queued yet."""
         return int(self._functions.ncclBroadcast(start, start, nbytes, _UINT8, 0, communicator, stream))
+
+    def send(self, communicator: int, peer: int, start: int, nbytes: int, stream: int) -> int:
+        """Code. Within a group: queue device memory to go to `peer`."""
+        return int(self._functions.ncclSend(start, nbytes, _UINT8, peer, communicator, stream))
+
+    def receive(self, communicator: int, peer: int, start: int, nbytes: int, stream: int) -> int:
+        """Code. Within a group: queue device memory to be written by `peer`."""
+        return int(self._functions.ncclRecv(start, nbytes, _UINT8, peer, communicator, stream))
+
+    def start_group(self) -> int:
+        """Code. What this thread asks for from now on begins together, when the group ends."""
+        return int(self._functions.ncclGroupStart())
+
+    def end_group(self) -> int:
+        """Code; what is in progress has not been queued yet."""
+        return int(self._functions.ncclGroupEnd())
 
     def abort(self, communicator: int) -> None:
         """Have what runs on the device end, wait for that, and free all of it. Do not name the communicator again.

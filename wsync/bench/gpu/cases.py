@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import wsync
-from wsync.bench.gpu import engines, loops, lora, memory_case, models, nccl_case, pulls, sharded_pull
+from wsync.bench.gpu import engines, gathered, loops, lora, memory_case, models, nccl_case, pulls, sharded_pull
 from wsync.bench.gpu.checks import check_tokens, free, held, load_directly, outcome_of
 from wsync.bench.gpu.moonshot import beside_moonshot
 from wsync.bench.gpu.outcome import COPY, Limit, Outcome, cast, copies, in_turn
@@ -232,6 +232,13 @@ CASES: Mapping[str, Case] = {
     "vllm-pull-tp2": Case(
         about="FSDP2 in fp32 on two GPUs to vLLM with two workers on the same, dense 7B, pulled",
         run=lambda name: sharded_pull.measure(name, ROUNDS),
+        needs=("vllm",),
+        separate=True,
+        gpus=2,
+    ),
+    "vllm-fsdp2": Case(
+        about="FSDP2 in fp32 on two GPUs to a vLLM on each, dense 7B, gathered over NCCL",
+        run=lambda name: gathered.measure(name, ROUNDS),
         needs=("vllm",),
         separate=True,
         gpus=2,

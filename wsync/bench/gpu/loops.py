@@ -50,7 +50,12 @@ class LoopExtension(WorkerExtension):
 def send_each(engine: Any, actor: nn.Module) -> None:
     """A call for each tensor."""
     for name, tensor in engine_side(actor):
-        _call(engine, tensor.reshape(-1).view(torch.uint8), [(name, tensor, 0)])
+        send_one(engine, name, tensor)
+
+
+def send_one(engine: Any, name: str, tensor: torch.Tensor) -> None:
+    """The call for one tensor."""
+    _call(engine, tensor.reshape(-1).view(torch.uint8), [(name, tensor, 0)])
 
 
 def send_packed(engine: Any, actor: nn.Module, bucket_bytes: int) -> None:

@@ -113,8 +113,7 @@ def sharded(model: nn.Module) -> nn.Module:
 def renew(actor: nn.Module, config: Any, seed: int) -> list[list[int]]:
     """Give every rank's shards new weights, and return what transformers says with them, rounded to bf16."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank)
-    full = models.make_actor(config, torch.float32, seed, str(device))
+    full = models.make_actor(config, torch.float32, seed, f"cuda:{torch.cuda.current_device()}")
     for (_, shard), (_, whole) in zip(actor.named_parameters(), full.named_parameters(), strict=True):
         assert isinstance(shard, DTensor)
         parts = whole.chunk(world)

@@ -1,0 +1,114 @@
+"""Tensors between trainer ranks whose shards are on CUDA devices: NCCL, in a communicator of wsync's own."""
+
+import select
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from wsync.deadline import Deadline
+from wsync.errors import ConfigError, ProtocolError, UnsupportedError
+from wsync.transfers import Messages
+from wsync.transports.nccl import environment, make_key, uuid_of
+from wsync.transports.nccl_communicator import Communicator, Span
+from wsync.transports.nccl_environment import differences
+from wsync.transports.nccl_library import KEY_BYTES, load
+
+Introduction = Mapping[str, Any]
+"""What a rank tells all others before they form a communicator; msgpack-able."""
+
+
+def introduce(rank: int, device: torch.device) -> Introduction:
+    """This rank, whose shards are on `device`.
+
+    Raises `UnsupportedError` without NCCL, `ConfigError` if the environment makes it block, and `TransportError`.
+    """
+    if device.type != "cuda":
+        raise UnsupportedError(
+            f"trainer rank {rank} has its shards on {device}, and NCCL gathers on CUDA devices alone"
+        )
+    load()
+    return {"device": uuid_of(device), "environment": dict(environment()), "key": make_key() if rank == 0 else b""}
+
+
+class DeviceTransfers:
+    """See `Transfers`. All of it is work on the current stream, and nothing here waits for the device but `settle`."""
+
+    def __init__(
+        self,
+        introductions: Sequence[Introduction],
+        rank: int,
+        device: torch.device,
+        check: Callable[[], None],
+        deadline: Deadline,
+    ) -> None:
+        """*Collective.* Form the communicator.
+
+        Args:
+            introductions: of all ranks.
+            rank: this one.
+            device: of its shards.
+            check: called wherever other ranks are waited for; raises if one of them is gone.
+            deadline: for all ranks to be here.
+
+        Raises:
+            ConfigError: two ranks share a device, or their environments differ in what NCCL cares about.
+            TransportError, SyncTimeout, and what `check` raises: the communicator was not formed; nothing is left.
+        """
+        _compare(introductions, rank)
+        self._device, self._check, self._deadline = device, check, deadline
+        self._last: Any = None
+        with torch.cuda.device(device):
+            self._communicator = Communicator(
+                load(), introductions[0]["key"], rank, len(introductions), self._look_around
+            )
+
+    def run(self, sends: Messages, receives: Messages, deadline: Deadline) -> None:
+        """See `Transfers`. Queued when this returns."""
+        self._deadline = deadline
+        self._communicator.look()
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.current_stream(self._device)
+            self._communicator.exchange(_spans(sends), _spans(receives), stream.cuda_stream)
+            make: Any = torch.cuda.Event
+            self._last = make()
+            self._last.record(stream)
+
+    def settle(self, deadline: Deadline) -> None:
+        """See `Transfers`."""
+        self._deadline = deadline
+        while self._last is not None and not self._last.query():
+            self._communicator.look()
+            self._look_around()
+            select.select((), (), (), 0)  # other threads may run; time.sleep(0) would take 50 us
+        self._last = None
+
+    def close(self) -> None:
+        """See `Transfers`. The device's memory is given back."""
+        self._communicator.abort()
+
+    def _look_around(self) -> None:
+        self._check()
+        self._deadline.remaining("trainer ranks to exchange their shards over NCCL")
+
+
+def _compare(introductions: Sequence[Introduction], rank: int) -> None:
+    """Raises `ConfigError` if a communicator of these ranks would not work."""
+    mine = introductions[rank]
+    if len(introductions[0]["key"]) != KEY_BYTES:
+        raise ProtocolError("trainer rank 0 posted no key of NCCL's")
+    for other, theirs in enumerate(introductions):
+        if other != rank and theirs["device"] == mine["device"]:
+            raise ConfigError(
+                f"trainer ranks {rank} and {other} have their shards on one device, {mine['device']}: NCCL takes every "
+                f"device once"
+            )
+        if unlike := differences(mine["environment"], theirs["environment"], f"trainer rank {other}"):
+            raise ConfigError(
+                f"{'; '.join(unlike)}. NCCL would wait for ever between ranks that differ in this: start all with the "
+                f"same"
+            )
+
+
+def _spans(messages: Messages) -> Sequence[Span]:
+    return [(peer, tensor.data_ptr(), tensor.nbytes) for peer, tensor in messages if tensor.numel()]
