@@ -15,20 +15,39 @@ from wsync.transports.nccl_environment import differences
 from wsync.transports.nccl_library import KEY_BYTES, load
 
 Introduction = Mapping[str, Any]
-"""What a rank tells all others before they form a communicator; msgpack-able."""
+"""What a rank tells all others about itself; msgpack-able."""
 
 
-def introduce(rank: int, device: torch.device) -> Introduction:
+def introduce(device: torch.device) -> Introduction:
     """This rank, whose shards are on `device`.
 
-    Raises `UnsupportedError` without NCCL, `ConfigError` if the environment makes it block, and `TransportError`.
+    Raises `UnsupportedError` without NCCL or CUDA device, `ConfigError` if the environment makes NCCL block.
     """
     if device.type != "cuda":
-        raise UnsupportedError(
-            f"trainer rank {rank} has its shards on {device}, and NCCL gathers on CUDA devices alone"
-        )
+        raise UnsupportedError(f"shards on {device} and on other ranks' CUDA devices cannot be gathered together")
     load()
-    return {"device": uuid_of(device), "environment": dict(environment()), "key": make_key() if rank == 0 else b""}
+    return {"device": uuid_of(device), "environment": dict(environment())}
+
+
+def invite(rank: int, device: torch.device) -> Introduction:
+    """The same with what all ranks need to form a communicator, which rank 0 has. Raises `TransportError`, too."""
+    return {**introduce(device), "key": make_key() if rank == 0 else b""}
+
+
+def compare(introductions: Sequence[Introduction], rank: int) -> None:
+    """Raises `ConfigError` if no communicator of these ranks, of which this is `rank`, would work."""
+    mine = introductions[rank]
+    for other, theirs in enumerate(introductions):
+        if other != rank and theirs["device"] == mine["device"]:
+            raise ConfigError(
+                f"trainer ranks {rank} and {other} have their shards on one device, {mine['device']}: NCCL takes every "
+                f"device once"
+            )
+        if unlike := differences(mine["environment"], theirs["environment"], f"trainer rank {other}"):
+            raise ConfigError(
+                f"{'; '.join(unlike)}. NCCL would wait for ever between ranks that differ in this: start all with the "
+                f"same"
+            )
 
 
 class DeviceTransfers:
@@ -36,7 +55,7 @@ class DeviceTransfers:
 
     def __init__(
         self,
-        introductions: Sequence[Introduction],
+        invitations: Sequence[Introduction],
         rank: int,
         device: torch.device,
         check: Callable[[], None],
@@ -45,23 +64,25 @@ class DeviceTransfers:
         """*Collective.* Form the communicator.
 
         Args:
-            introductions: of all ranks.
+            invitations: of all ranks.
             rank: this one.
             device: of its shards.
             check: called wherever other ranks are waited for; raises if one of them is gone.
             deadline: for all ranks to be here.
 
         Raises:
-            ConfigError: two ranks share a device, or their environments differ in what NCCL cares about.
+            ConfigError: as `compare`.
+            ProtocolError: rank 0 gave no key of NCCL's.
             TransportError, SyncTimeout, and what `check` raises: the communicator was not formed; nothing is left.
         """
-        _compare(introductions, rank)
+        compare(invitations, rank)
+        key = invitations[0]["key"]
+        if len(key) != KEY_BYTES:
+            raise ProtocolError("trainer rank 0 posted no key of NCCL's")
         self._device, self._check, self._deadline = device, check, deadline
         self._last: Any = None
         with torch.cuda.device(device):
-            self._communicator = Communicator(
-                load(), introductions[0]["key"], rank, len(introductions), self._look_around
-            )
+            self._communicator = Communicator(load(), key, rank, len(invitations), self._look_around)
 
     def run(self, sends: Messages, receives: Messages, deadline: Deadline) -> None:
         """See `Transfers`. Queued when this returns."""
@@ -90,24 +111,6 @@ class DeviceTransfers:
     def _look_around(self) -> None:
         self._check()
         self._deadline.remaining("trainer ranks to exchange their shards over NCCL")
-
-
-def _compare(introductions: Sequence[Introduction], rank: int) -> None:
-    """Raises `ConfigError` if a communicator of these ranks would not work."""
-    mine = introductions[rank]
-    if len(introductions[0]["key"]) != KEY_BYTES:
-        raise ProtocolError("trainer rank 0 posted no key of NCCL's")
-    for other, theirs in enumerate(introductions):
-        if other != rank and theirs["device"] == mine["device"]:
-            raise ConfigError(
-                f"trainer ranks {rank} and {other} have their shards on one device, {mine['device']}: NCCL takes every "
-                f"device once"
-            )
-        if unlike := differences(mine["environment"], theirs["environment"], f"trainer rank {other}"):
-            raise ConfigError(
-                f"{'; '.join(unlike)}. NCCL would wait for ever between ranks that differ in this: start all with the "
-                f"same"
-            )
 
 
 def _spans(messages: Messages) -> Sequence[Span]:

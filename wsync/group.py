@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from wsync import wire
 from wsync.background import Background
 from wsync.deadline import Deadline
+from wsync.device_transfers import DeviceTransfers, invite
 from wsync.errors import ProtocolError, RankError, SyncTimeout, UnsupportedError, WsyncError
 from wsync.host_transfers import HostTransfers
 from wsync.mailbox import Mailbox
@@ -301,11 +302,9 @@ class Group:
             shared: Any = self._private_store()
             store = PrefixStore(f"data/{self.call}", shared.clone())  # a wait on it must not block the trainer's
             return HostTransfers(self.rank, self.world_size, store, self.timeout_s, self._links, self._death_during)
-        from wsync.device_transfers import DeviceTransfers, introduce
-
-        said = self.gather("introduce", lambda: introduce(self.rank, device), deadline)
-        introductions = cast("Sequence[Mapping[str, Any]]", said)
-        return DeviceTransfers(introductions, self.rank, device, self._check_alive, deadline)
+        said = self.gather("invite", lambda: invite(self.rank, device), deadline)
+        invitations = cast("Sequence[Mapping[str, Any]]", said)
+        return DeviceTransfers(invitations, self.rank, device, self._check_alive, deadline)
 
     @contextmanager
     def _dropped_if_broken(self) -> Iterator[None]:

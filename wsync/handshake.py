@@ -11,6 +11,7 @@ import torch
 
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
+from wsync.device_transfers import Introduction, compare, introduce
 from wsync.digest import word_bytes
 from wsync.errors import ConfigError, MismatchError, UnsupportedError, first_five
 from wsync.group import Group
@@ -124,7 +125,7 @@ def connect_ranks(
             in_buckets = plan = packed if turns is None else packed.in_turns(turns.ranks)
             group.local("prepare", lambda: producer.prepare(in_buckets, senders, group), patience)
     if "cuda" in devices:
-        _check_gathers(plan.sent, plan.turns or senders, buckets_because)
+        _check_gathers(plan.sent, plan.turns or senders, producer.device, group, patience)
     return Agreement(
         plan=plan,
         buckets_because=buckets_because,
@@ -170,20 +171,20 @@ def agree_in_place(
     return None, next(str(reason) for reason in reasons if reason)
 
 
-def _check_gathers(sent: Plan, senders: Sequence[int], because: str) -> None:
-    """Raise `UnsupportedError` if some sender lacks a part of what travels: on GPUs nothing is gathered."""
+def _check_gathers(sent: Plan, senders: Sequence[int], device: torch.device, group: Group, patience: Deadline) -> None:
+    """*Collective.* If some sender lacks a part of what travels: raises if ranks on GPUs cannot gather it.
+
+    Raises `UnsupportedError`, `ConfigError`.
+    """
     travels = {meta.name for bucket in sent.buckets for meta in bucket.tensors}
-    apart = []
     for spec in sent.specs:
         whole = {owner.rank for owner in spec.owners if owner.region.numel == spec.numel}
         if spec.name in travels and spec.numel and not whole.issuperset(senders):
-            apart.append(spec.name)
-    if apart:
-        why = f" because {because}" if because else ""
-        raise UnsupportedError(
-            f"{first_five(apart)} would have to travel in buckets{why}; they lie in parts on GPUs of several ranks, "
-            f"and such parts are pulled, not gathered, in this version"
-        )
+            break
+    else:
+        return
+    introductions = cast("Sequence[Introduction]", group.gather("introduce", lambda: introduce(device), patience))
+    group.local("compare", lambda: compare(introductions, group.rank), patience)
 
 
 def _refuse_in_place(producer: Producer, choices: Sequence[Choice], config: SyncConfig) -> str:

@@ -15,7 +15,7 @@ import torch
 from wsync import device_transfers
 from wsync.background import Background
 from wsync.deadline import Deadline
-from wsync.device_transfers import DeviceTransfers, Introduction, introduce
+from wsync.device_transfers import DeviceTransfers, Introduction, introduce, invite
 from wsync.errors import ConfigError, ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError
 from wsync.transports.nccl_library import IN_PROGRESS, KEY_BYTES, SUCCESS
 
@@ -129,8 +129,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[Library]:
 
 
 def transfers_of(rank: int, size: int, check: Callable[[], None] = lambda: None) -> DeviceTransfers:
-    introductions = [introduce(other, DEVICES[other]) for other in range(size)]
-    return DeviceTransfers(introductions, rank, DEVICES[rank], check, Deadline.after(PATIENCE_S))
+    invitations = [invite(other, DEVICES[other]) for other in range(size)]
+    return DeviceTransfers(invitations, rank, DEVICES[rank], check, Deadline.after(PATIENCE_S))
 
 
 def together(work: Callable[[int], object], size: int) -> list[object]:
@@ -198,15 +198,15 @@ def test_nccl_s_own_failure_is_an_error(libraries: list[Library]) -> None:
         transfers.run([], [], Deadline.after(PATIENCE_S))
 
 
-def refused(*introductions: Introduction) -> str:
+def refused(*invitations: Introduction) -> str:
     with pytest.raises((ConfigError, ProtocolError)) as caught:
-        DeviceTransfers(introductions, 0, DEVICES[0], lambda: None, Deadline.after(PATIENCE_S))
+        DeviceTransfers(invitations, 0, DEVICES[0], lambda: None, Deadline.after(PATIENCE_S))
     return str(caught.value)
 
 
 def test_what_could_not_work_is_refused_before_a_communicator_is_made(libraries: list[Library]) -> None:
-    first, second = introduce(0, DEVICES[0]), introduce(1, DEVICES[1])
-    assert "ranks 0 and 1 have their shards on one device, uuid 0" in refused(first, introduce(1, DEVICES[0]))
+    first, second = invite(0, DEVICES[0]), invite(1, DEVICES[1])
+    assert "ranks 0 and 1 have their shards on one device, uuid 0" in refused(first, invite(1, DEVICES[0]))
     unlike = {**second, "environment": {"NCCL's version": "2.28.9", "NCCL_ALGO": "Ring"}}
     assert "NCCL_ALGO is not set here and 'Ring' at trainer rank 1" in refused(first, unlike)
     assert "posted no key" in refused({**first, "key": b""}, second)
@@ -214,17 +214,17 @@ def test_what_could_not_work_is_refused_before_a_communicator_is_made(libraries:
 
 
 def test_shards_elsewhere_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UnsupportedError, match="rank 1 has its shards on cpu"):
-        introduce(1, torch.device("cpu"))
+    with pytest.raises(UnsupportedError, match="shards on cpu and on other ranks' CUDA devices"):
+        introduce(torch.device("cpu"))
 
     def load() -> Any:
         raise UnsupportedError("libnccl.so.2 cannot be used in this process")
 
     monkeypatch.setattr(device_transfers, "load", load)
     with pytest.raises(UnsupportedError, match=r"libnccl\.so\.2"):
-        introduce(0, DEVICES[0])
+        introduce(DEVICES[0])
 
 
 def test_only_rank_zero_makes_a_key(libraries: list[Library]) -> None:
-    keys: Sequence[bytes] = [introduce(rank, DEVICES[rank])["key"] for rank in range(2)]
+    keys: Sequence[bytes] = [invite(rank, DEVICES[rank])["key"] for rank in range(2)]
     assert [len(key) for key in keys] == [KEY_BYTES, 0]

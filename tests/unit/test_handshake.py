@@ -1,15 +1,17 @@
 """What ranks and engines must agree on before a byte is moved, as pure functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from wsync import handshake
 from wsync.adapters.trainers.module import ModuleProducer
 from wsync.config import SyncConfig
-from wsync.errors import MismatchError, ProtocolError, UnsupportedError
+from wsync.deadline import Deadline
+from wsync.errors import ConfigError, MismatchError, ProtocolError, UnsupportedError
 from wsync.group import Group
 from wsync.handshake import _check_gathers, agree_in_place, merge_specs, negotiate
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
@@ -141,16 +143,41 @@ def test_tensors_that_are_read_in_place_on_a_device_make_one_bucket(
         assert [producer.references(bucket) is None for bucket in plan.buckets] == [False]
 
 
-def test_parts_on_gpus_are_refused_in_buckets_before_anything_moves() -> None:
+class _Beside(Group):
+    """Hears of a rank 1 that introduces itself with `other`."""
+
+    other: Mapping[str, object]
+
+    def gather(self, phase: str, make: Callable[[], object], deadline: Deadline) -> list[object]:
+        return [*super().gather(phase, make, deadline), self.other]
+
+
+def test_parts_on_gpus_that_cannot_be_gathered_are_an_error_before_anything_moves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     whole, upper, lower = spec("whole", 0, 0, 4), spec("apart", 0, 0, 2), spec("apart", 1, 2, 2)
     apart = replace(upper, owners=(*upper.owners, *lower.owners))
     plan = Plan.pack([whole, apart], 4096)
-    _check_gathers(Plan.pack([whole], 4096), [0], "")
-    with pytest.raises(UnsupportedError, match=r"^apart would have to travel in buckets because verify"):
-        _check_gathers(plan, [0], "verify compares what arrives in buckets")
-    with pytest.raises(UnsupportedError, match=r"^whole, apart would have to travel in buckets;"):
-        _check_gathers(plan, [0, 1], "")
-    _check_gathers(Plan.pack([whole, apart], 4096, {"apart"}).sent, [0], "")
+    group, gpu, patience = _Beside(0, 1, None, 5.0), torch.device("cuda", 0), Deadline.after(5)
+
+    def check(plan: Plan, senders: Sequence[int], device: torch.device = gpu) -> None:
+        _check_gathers(plan, senders, device, group, patience)
+
+    # What nobody has to gather asks for no NCCL, which is not here.
+    check(Plan.pack([whole], 4096), [0])
+    check(Plan.pack([whole, apart], 4096, {"apart"}).sent, [0])
+    for senders in ([0], [0, 1]):
+        with pytest.raises(UnsupportedError, match=r"libnccl\.so\.2 cannot be used"):
+            check(plan, senders)
+    with pytest.raises(UnsupportedError, match="shards on cpu and on other ranks' CUDA devices"):
+        check(plan, [0], torch.device("cpu"))
+    mine = {"device": "uuid 0", "environment": {"NCCL's version": "2.28.9"}}
+    monkeypatch.setattr(handshake, "introduce", lambda device: mine)
+    group.other = mine
+    with pytest.raises(ConfigError, match="ranks 0 and 1 have their shards on one device"):
+        check(plan, [0])
+    group.other = {**mine, "device": "uuid 1"}
+    check(plan, [0])
 
 
 class _Refuses(_OnDevice):
