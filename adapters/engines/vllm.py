@@ -7,8 +7,11 @@ and the default, with an engine-core process and worker processes. The last need
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, ClassVar
+
+import torch
 
 from wsync.adapters.engines.vllm_control import Call, VLLMControl, check_extension, is_vllm
 from wsync.adapters.engines.vllm_worker import worker_of
@@ -173,7 +176,7 @@ class VLLMEngine(VLLMControl):
         with self._calling:
             if self._call is not None and not self._call.done:
                 raise EngineStateError(self._unanswered(self._call))
-            self._call = Background(name, work)
+            self._call = Background(name, partial(_on_its_device, local_worker(self._llm()), work))
             return self._call
 
     def _let_go(self, call: Call) -> None:
@@ -182,6 +185,15 @@ class VLLMEngine(VLLMControl):
 
     def _unanswered(self, call: Call) -> str:
         return f"{self.name} has not answered yet: still waiting for {call.name}"
+
+
+def _on_its_device(worker: Any | None, work: Callable[[], Any]) -> Any:
+    """What `work()` comes to. On a fresh thread the first device is the current one, whichever `worker` is on.
+
+    vLLM's worker waits for the current device before it unmaps memory.
+    """
+    with nullcontext() if worker is None or worker.device.type == "cpu" else torch.cuda.device(worker.device):
+        return work()
 
 
 def local_worker(llm: Any) -> Any | None:

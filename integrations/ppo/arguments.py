@@ -1,5 +1,6 @@
 """The options of a run. Nothing is changed silently: what does not fit together raises."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,7 +50,11 @@ class Arguments:
     engine_type: Literal["vllm", "sglang", "hf"] = option("vllm", "what generates")
     engine_tp_size: int = option(1, "ranks that share an engine, by tensor parallelism")
     engine_mem_util: float = option(0.5, "share of a GPU for the engine's weights and KV cache")
+    engine_args: str = option("", "JSON of further arguments for vllm.LLM or sglang.Engine")
     disable_engine_sleep: bool = option(False, "leave the engine's weights and KV cache on the device all the time")
+    engine_sleep_level: Literal[1, 2] = option(
+        1, "1: a sleeping engine's weights are in host memory; 2: nowhere, and waking it is a sync"
+    )
     offload_models: bool = option(False, "models in training are in host memory while the engine generates")
     adam_offload: bool = option(False, "optimizer states are in host memory except while training")
 
@@ -125,6 +130,17 @@ class Arguments:
     def has_reference(self) -> bool:
         """Whether there is a KL."""
         return self.init_kl_coef > 0
+
+    @property
+    def engine_sleeps(self) -> bool:
+        """Whether the engine leaves the device while it does not generate."""
+        return not self.disable_engine_sleep
+
+    @property
+    def further_engine_args(self) -> dict[str, Any]:
+        """What `--engine_args` says, by name."""
+        found: dict[str, Any] = json.loads(self.engine_args) if self.engine_args else {}
+        return found
 
     @property
     def has_toy_reward(self) -> bool:

@@ -1,5 +1,6 @@
 """What does not fit together on a command line. An option that would have no effect is a conflict too."""
 
+import json
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
@@ -60,11 +61,41 @@ WITHOUT_EFFECT = (
     ),
     ("has_reference", "a reference: --init_kl_coef above 0", ("use_kl_loss", "kl_target", "kl_estimator")),
     ("kl_target", "--kl_target", ("kl_horizon",)),
+    ("engine_sleeps", "an engine that sleeps, which --disable_engine_sleep keeps it from", ("engine_sleep_level",)),
     ("evaluates", "--eval_every or --eval_before_train", ("eval_data",)),
     ("ckpt_dir", "--ckpt_dir", ("save_every",)),
     ("save_path", "--save_path", ("ema_decay",)),
 )
 """(what is needed, as a message names it, options that do nothing without it)."""
+
+SET_BY_TRAINER = {
+    "vllm": (
+        "model",
+        "dtype",
+        "skip_tokenizer_init",
+        "max_model_len",
+        "tensor_parallel_size",
+        "distributed_executor_backend",
+        "logprobs_mode",
+        "seed",
+        "gpu_memory_utilization",
+        "enable_sleep_mode",
+    ),
+    "sglang": (
+        "model_path",
+        "dtype",
+        "tp_size",
+        "skip_tokenizer_init",
+        "skip_server_warmup",
+        "random_seed",
+        "device",
+        "base_gpu_id",
+        "mem_fraction_static",
+        "enable_memory_saver",
+        "enable_weights_cpu_backup",
+    ),
+}
+"""Arguments of each engine that are not for `--engine_args`. Others that the trainer has a default for are."""
 
 
 def check(args: "Arguments") -> None:
@@ -73,6 +104,7 @@ def check(args: "Arguments") -> None:
     _check_effects(args)
     _check_batches(args)
     _check_placement(args)
+    _check_engine_args(args)
     _check_data(args)
 
 
@@ -153,6 +185,21 @@ def _check_placement(args: "Arguments") -> None:
             raise ConflictError(
                 f"--fsdp_cpu_offload keeps weights and optimizer states in host memory already; leave --{name} out"
             )
+
+
+def _check_engine_args(args: "Arguments") -> None:
+    if not args.engine_args:
+        return
+    if args.engine_type not in SET_BY_TRAINER:
+        raise ConflictError(f"--engine_args is for {' and '.join(SET_BY_TRAINER)}; --engine_type is {args.engine_type}")
+    try:
+        found = json.loads(args.engine_args)
+    except ValueError as error:
+        raise ConflictError(f"--engine_args {args.engine_args!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConflictError(f"--engine_args {args.engine_args!r} is no JSON object: names and values are wanted")
+    if taken := [name for name in SET_BY_TRAINER[args.engine_type] if name in found]:
+        raise ConflictError(f"--engine_args names what the trainer sets by itself: {', '.join(taken)}")
 
 
 def _check_data(args: "Arguments") -> None:

@@ -7,6 +7,7 @@ import torch
 from integrations.ppo import toy
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.errors import ConflictError
+from integrations.ppo.randomness import kept_random_state
 from integrations.ppo.sequence_parallel import ATTENTION
 
 
@@ -23,7 +24,7 @@ def policy(args: Arguments) -> Any:
 
     if args.pretrain:
         return AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32)
-    with torch.random.fork_rng():
+    with kept_random_state():
         torch.manual_seed(args.seed)
         return AutoModelForCausalLM.from_config(_toy(args))
 
@@ -50,7 +51,7 @@ def adapted(args: Arguments, model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(r=args.lora_rank, lora_alpha=args.lora_alpha, target_modules=args.lora_target_modules)
-    with torch.random.fork_rng():
+    with kept_random_state():
         torch.manual_seed(args.seed + 2)
         return get_peft_model(model, config)
 
@@ -73,7 +74,7 @@ def critic(args: Arguments) -> Any:
     from transformers import AutoModelForTokenClassification
 
     path = args.critic_pretrain or args.pretrain
-    with torch.random.fork_rng():
+    with kept_random_state():
         torch.manual_seed(args.seed + 1)
         if path:
             return AutoModelForTokenClassification.from_pretrained(

@@ -8,6 +8,8 @@ from types import TracebackType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from integrations.ppo.plots import length_histogram
+from wsync.memory.ledger import Ledger
+from wsync.memory.timeline import plot
 
 SHOWN = ("reward", "kl", "eval_reward")
 
@@ -59,6 +61,12 @@ class Monitor:
         if self._folder is not None:
             with (self._folder / "memory.log").open("a") as file:
                 file.write(f"{line}\n")
+
+    def ledger(self, ledger: Ledger) -> None:
+        """Memory over time, as JSON and as a picture, in place of those from before."""
+        if self._folder is not None:
+            ledger.write_json(self._folder / "memory.json")
+            plot(ledger, self._folder / "memory.png")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -24,13 +24,16 @@ from integrations.ppo.trainer import Trainer, get_trainer_cls
 
 
 def build(args: Arguments, folder: Path) -> Trainer:
-    """*Collective.* A trainer with all its parts. `folder`, which all ranks see, is what the engine starts from."""
+    """*Collective.* A trainer with all its parts.
+
+    Without `--pretrain` the engine starts from `folder`, which all ranks see.
+    """
     trainer_cls = get_trainer_cls(args.trainer)
     strategy = get_strategy(args)
     tokenizer = models.tokenizer(args)
     policy = models.policy(args)
     models.check(args, tokenizer, policy.config)
-    if strategy.is_rank_0:
+    if not args.pretrain and strategy.is_rank_0:
         policy.save_pretrained(folder)
     actor = strategy.prepare("actor", models.adapted(args, models.parallel(args, policy)), args.actor_learning_rate)
     if args.has_critic:
@@ -39,7 +42,7 @@ def build(args: Arguments, folder: Path) -> Trainer:
         strategy.freeze("reference", models.parallel(args, models.policy(args)))
     judges = rewards(args, strategy)
     dist.barrier()
-    strategy.setup_inference_engine(args, actor, folder)
+    strategy.setup_inference_engine(args, actor, Path(args.pretrain) if args.pretrain else folder)
     kl = kl_controller(args.init_kl_coef, args.kl_target, args.kl_horizon)
     training, evaluation = data(args)
     share = args.rollout_batch_size // strategy.world_size

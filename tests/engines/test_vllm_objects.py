@@ -2,8 +2,8 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +106,24 @@ def on_gpu(llm: Any, calls: list[object], *, fails: bool = False) -> Any:
 
     llm.release_kv_cache_memory = release
     return llm
+
+
+def test_a_worker_of_this_process_has_its_device_as_the_current_one(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    worker = SimpleNamespace(device=torch.device("cuda", 3))
+    on_gpu(llm, calls).model_executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        calls.append(device)
+        yield
+        calls.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    engine = VLLMEngine(llm)
+    engine.on_sleep(2, Deadline.after(20))
+    engine.on_wake_up(["weights"], Deadline.after(20))
+    assert calls == [worker.device, "sleep 2", "left", worker.device, "wake ['weights']", "left"]
 
 
 def test_the_cache_is_released_while_the_scheduler_is_stopped(llm: Any) -> None:

@@ -2,15 +2,15 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from wsync.testing.processes import end
 
 _SHARED_MEMORY = Path("/dev/shm")
 
@@ -32,7 +32,7 @@ def run_program(
         except subprocess.TimeoutExpired:
             code = f"none, ended after {TIMEOUT_S:g} s"
         finally:
-            _end(program)
+            end(program)
             _remove(_segments() - before)
     if code != 0:
         pytest.fail(f"{module}: exit code {code}\n{log.read_text(errors='replace')[-6000:]}", pytrace=False)
@@ -60,24 +60,6 @@ def _environment(module: str, ranks: int) -> Mapping[str, str]:
     if ranks > 1:
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(ranks)))
     return {**os.environ, **settings}
-
-
-def _end(program: "subprocess.Popen[bytes]") -> None:
-    """Kill what is left of it: all below it, as torchrun puts ranks in sessions of their own, and its own session."""
-    with suppress(ProcessLookupError):
-        for pid in _below(program.pid):
-            os.kill(pid, signal.SIGKILL)
-    with suppress(ProcessLookupError):
-        os.killpg(program.pid, signal.SIGKILL)
-    program.wait()
-
-
-def _below(pid: int) -> list[int]:
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
-    return [*children, *(grandchild for child in children for grandchild in _below(child))]
 
 
 def _segments() -> set[Path]:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -76,10 +77,10 @@ def placed(me: Rank, runs: Sequence[str]) -> list[Facts]:
     return found
 
 
-def engine_states(me: Rank) -> Facts:
+def engine_states(me: Rank, options: str) -> Facts:
     """The engine's status after each call, and what it answers to one prompt when the actor has changed meanwhile."""
     with shared_folder() as folder:
-        strategy = get_strategy(arguments("--fsdp --engine_type hf"))
+        strategy = get_strategy(arguments(f"--fsdp --engine_type hf {options}"))
         args, policy = strategy.args, models.policy(strategy.args)
         policy.save_pretrained(folder)
         dist.barrier()
@@ -117,6 +118,25 @@ def engine_states(me: Rank) -> Facts:
         answer("synced")
         close(strategy)
     return facts
+
+
+def synced(me: Rank, runs: Sequence[str]) -> list[int]:
+    """How many syncs each of several runs makes, from when its engine is there to its end."""
+    found, plain = [], wsync.sync
+    for options in runs:
+        calls: list[object] = []
+
+        def counted(*args: Any, calls: list[object] = calls, **more: Any) -> wsync.SyncReport:
+            calls.append(args)
+            return plain(*args, **more)
+
+        with shared_folder() as folder, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wsync, "sync", counted)
+            trainer = built(me, options, folder)
+            trainer.fit()
+            close(trainer.strategy)
+        found.append(len(calls))
+    return found
 
 
 def reloaded(me: Rank) -> list[list[str] | str]:

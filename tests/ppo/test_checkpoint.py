@@ -28,6 +28,7 @@ def test_random_states() -> None:
     [
         "--fsdp",
         "--zero_stage 3",
+        "--fsdp --engine_sleep_level 2",
         pytest.param("--zero_stage 2", marks=pytest.mark.matrix),
         pytest.param("--fsdp --lora_rank 4", marks=pytest.mark.matrix),
         pytest.param("--fsdp --bf16 --use_mp_opt --fsdp_cpu_offload", marks=pytest.mark.matrix),

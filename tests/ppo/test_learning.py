@@ -18,6 +18,7 @@ CASES = [
     pytest.param("--fsdp --engine_type hf", id="fsdp2-hf"),
     pytest.param("--fsdp --engine_type vllm", id="fsdp2-vllm", marks=[pytest.mark.vllm, pytest.mark.matrix]),
     pytest.param("--zero_stage 3 --engine_type hf", id="zero3-hf", marks=pytest.mark.matrix),
+    pytest.param("--fsdp --engine_type hf --engine_sleep_level 2", id="level2-hf", marks=pytest.mark.matrix),
     pytest.param(
         "--zero_stage 2 --engine_type sglang --engine_tp_size 2",
         id="zero2-sglang",

@@ -1,12 +1,13 @@
 """Who is on the device when: one iteration, hook by hook."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.strategy.phases import phases
-from tests.ppo.memory_steps import clipped_alone, diverged, engine_states, placed, reloaded, waited, watched
+from tests.ppo.memory_steps import clipped_alone, diverged, engine_states, placed, reloaded, synced, waited, watched
 from tests.ppo.rank_steps import trained
 from wsync.testing.ranks import run_ranks
 
@@ -38,7 +39,7 @@ def test_phases_by_options() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["--fsdp", "--zero_stage 2"])
+@pytest.mark.parametrize("sharding", ["--fsdp", "--zero_stage 2", "--fsdp --engine_sleep_level 2"])
 def test_one_iteration(sharding: str) -> None:
     options = f"{sharding} --engine_type hf --steps 1 --eval_every 1 --offload_models --adam_offload"
     for seen in run_ranks(watched, 2, options, timeout_s=200):
@@ -98,10 +99,11 @@ def test_what_fsdp2_offloads_nobody_else_moves() -> None:
 
 
 @pytest.mark.slow
-def test_the_engine_wakes_and_sleeps() -> None:
-    """Waking twice is waking once, and brings no weights of the actor's: only a sync does."""
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_engine_wakes_and_sleeps(level: int) -> None:
+    """Waking twice is waking once. At level 1 only a sync brings the actor's weights, at level 2 waking is one."""
     asleep, awake = "SLEEPED 0", "WAKEUP 1"
-    for seen in run_ranks(engine_states, 2, timeout_s=120):
+    for seen in run_ranks(engine_states, 2, f"--engine_sleep_level {level}", timeout_s=120):
         assert seen["states"] == {
             "no engine": asleep,
             "set up": asleep,
@@ -113,7 +115,35 @@ def test_the_engine_wakes_and_sleeps() -> None:
             "synced": awake,
         }
         assert seen["without an engine"] is None
-        assert seen["woken"] == seen["set up"] != seen["synced"]
+        assert seen["woken"] == seen["set up" if level == 1 else "synced"]
+        assert seen["set up"] != seen["synced"]
+
+
+@pytest.mark.slow
+def test_no_sync_is_made_for_nothing(tmp_path: Path) -> None:
+    """At level 2 one more each time that the engine slept; the first one, at either level, is before it sleeps."""
+    run = "--fsdp --engine_type hf --steps 2"
+    more = f"{run} --eval_before_train --eval_every 1"
+    saving = "--steps 1 --save_every 1 --ckpt_dir"
+    runs = [
+        run,
+        f"{run} --engine_sleep_level 2",
+        more,
+        f"{more} --engine_sleep_level 2",
+        *(f"{run} {saving} {tmp_path}/{level} --engine_sleep_level {level}" for level in (1, 2)),
+        *(f"{run} --ckpt_dir {tmp_path}/{level} --engine_sleep_level {level}" for level in (1, 2)),
+    ]
+    for counts in run_ranks(synced, 2, runs, timeout_s=300):
+        assert counts == [
+            1 + 2,
+            1 + 1 + 2,
+            1 + 2,
+            1 + 3 + 2,
+            1 + 1,
+            1 + 1 + 1,
+            1 + 1 + 1,  # it goes on after the first of two iterations, with the checkpoint's weights
+            1 + 1 + 1,
+        ]
 
 
 @pytest.mark.slow

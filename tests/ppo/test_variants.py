@@ -1,6 +1,7 @@
 """Options that leave a part out, or put it elsewhere; prompts of one's own."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.ppo.rank_steps import numbers, roles
 from wsync.testing.ranks import run_ranks
 
 RUN = "--fsdp --engine_type hf --steps 2"
+TIMES = re.compile("seconds|sync_share")
 
 
 @pytest.mark.slow
@@ -22,6 +24,19 @@ def test_without_critic_or_reference() -> None:
     assert ["value_loss" in lines[0] for lines in found] == [True, False, False]
     assert [lines[1]["kl"] > 0 for lines in found] == [True, True, False]
     assert all(line["actor_grad_norm"] > 0 for lines in found for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", ["", "--lora_rank 4", "--bf16 --offload_models --adam_offload"])
+def test_levels_of_sleep_give_the_same_numbers(more: str) -> None:
+    """Evaluations, before which the engine is awake and after which it has no weights, and iterations."""
+    options = f"{RUN} --eval_before_train --eval_every 1 {more}"
+    kept, dropped = run_ranks(
+        numbers, 2, [f"{options} --engine_sleep_level {level}" for level in (1, 2)], timeout_s=300
+    )[0]
+    timeless = [[{n: v for n, v in line.items() if not TIMES.search(n)} for line in some] for some in (kept, dropped)]
+    assert len(kept) == 5
+    assert timeless[0] == timeless[1]
 
 
 @pytest.mark.slow

@@ -11,7 +11,11 @@ from wsync.memory.ledger import Ledger
 from wsync.memory.sizes import GIB
 
 _LINES = (("device used", "black", ":"), ("reserved", "tab:red", "--"), ("allocated", "tab:blue", "-"))
-_PHASES = ("#f2f2f2", "#fff2cc", "#dcebf7", "#e4f2dc", "#f9dfdc", "#ebe0f3")
+_PHASES = (
+    *("#f2f2f2", "#fff2cc", "#dcebf7", "#e4f2dc", "#f9dfdc", "#ebe0f3"),
+    *("#d5f0ee", "#fbe3c8", "#e9e4d4", "#f7d9ea", "#dde0ee", "#edf3b8"),
+)
+"""As many as a trainer with four phases has, ways between them included, and some more."""
 _LAST = 0.04
 """Width of the last entry, which has no end, as a share of the time up to it."""
 _NAMED = 0.02

@@ -9,6 +9,7 @@ import torch
 from integrations.ppo.engines.base import Completion, SamplingParams
 from integrations.ppo.experience import padded
 from integrations.ppo.log_probs import Scoring, token_log_probs
+from integrations.ppo.randomness import kept_random_state
 from wsync.adapters.engines.hf import HFEngine
 
 
@@ -34,7 +35,7 @@ class HFInferenceEngine:
         if not prompts:
             return []
         sampling = {"do_sample": True, "temperature": params.temperature, "top_k": 0} if params.temperature else {}
-        with torch.random.fork_rng():
+        with kept_random_state():
             torch.manual_seed(seeds[0])
             answers = self._engine.generate(
                 prompts, max_new_tokens=params.max_new_tokens, eos_token_id=params.stop_token_id, **sampling

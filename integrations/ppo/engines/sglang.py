@@ -45,7 +45,7 @@ class SGLangInferenceEngine:
                 "base_gpu_id": device.index,
                 "mem_fraction_static": args.engine_mem_util,
                 "enable_memory_saver": True,
-                "enable_weights_cpu_backup": True,
+                "enable_weights_cpu_backup": args.engine_sleep_level == 1,
             }
         with outside_torchrun():
             import sglang
@@ -57,7 +57,7 @@ class SGLangInferenceEngine:
                 skip_tokenizer_init=True,
                 skip_server_warmup=True,
                 random_seed=args.seed,
-                **place,
+                **{**place, **args.further_engine_args},
             )
 
     def generate(

@@ -10,6 +10,7 @@ import torch
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.engines.base import Completion, SamplingParams
 from integrations.ppo.errors import ConflictError
+from integrations.ppo.randomness import kept_random_state
 
 CPU_CACHE_BYTES = 64 << 20
 """On a device it is `--engine_mem_util`; vLLM's CPU build would take its share of all host memory."""
@@ -27,21 +28,20 @@ class VLLMInferenceEngine:
             raise ConflictError("--engine_type vllm runs vLLM in each rank: unset VLLM_ENABLE_V1_MULTIPROCESSING")
         from vllm import LLM
 
-        memory: dict[str, Any] = {"kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        place: dict[str, Any] = {"kv_cache_memory_bytes": CPU_CACHE_BYTES, "enforce_eager": True}
         if device.type == "cuda":
-            memory = {"gpu_memory_utilization": args.engine_mem_util, "enable_sleep_mode": True}
-        with torch.random.fork_rng():
+            place = {"gpu_memory_utilization": args.engine_mem_util, "enable_sleep_mode": True}
+        with kept_random_state():
             self.handle: Any = LLM(
                 model=str(folder),
                 dtype=str(dtype).removeprefix("torch."),
                 skip_tokenizer_init=True,
-                enforce_eager=device.type == "cpu",
                 max_model_len=args.prompt_max_len + args.generate_max_len,
                 tensor_parallel_size=args.engine_tp_size,
                 distributed_executor_backend="external_launcher",
                 logprobs_mode="processed_logprobs",
                 seed=args.seed,
-                **memory,
+                **{**place, **args.further_engine_args},
             )
 
     def generate(
@@ -63,7 +63,7 @@ class VLLMInferenceEngine:
             for seed in seeds
         ]
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        with torch.random.fork_rng():
+        with kept_random_state():
             answers = self.handle.generate(asked, sampling, use_tqdm=False)
         return [_completion(answer.outputs[0]) for answer in answers]
 

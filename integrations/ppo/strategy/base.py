@@ -168,7 +168,8 @@ class Strategy(ABC):
     def setup_inference_engine(self, args: Arguments, actor: Role, checkpoint: Path) -> InferenceEngine:
         """*Collective.* Start the engine on `checkpoint`, sync it with the actor, and let it sleep.
 
-        All roles are there by now: from here on one `wsync.MemoryManager` says what is on the device.
+        All roles are there by now: from here on one `wsync.MemoryManager` says what is on the device. The sync comes
+        before it moves anything: once the engine has slept at level 2, nothing is left to verify the load plan with.
         """
         self.inference_engine = start_engine(args, checkpoint, self.device, self._engine_group)
         moved = [] if args.fsdp_cpu_offload else self.trained  # else FSDP2 moves them
@@ -180,11 +181,11 @@ class Strategy(ABC):
             optimizers=optimizers,
             frozen={role.name: role.model for role in self.roles.values() if role.optimizer is None},
             phases=phases(args, list(models), list(optimizers), engine=self.inference_engine.handle is not None),
-            sleep_level=1,
+            sleep_level=args.engine_sleep_level,
             timeout_s=args.timeout_s,  # one engine's answers may take that much longer than another's
             device=None if self.device.type == "cpu" else CudaDevice(self.device),
         )
-        self.update_engine_weights(actor)
+        wsync.sync(actor.model, self.inference_engine.handle)
         self.maybe_sleep_inference_engine()
         return self.inference_engine
 
@@ -201,9 +202,20 @@ class Strategy(ABC):
         awake = self.memory is not None and self.memory.phase == "rollout"
         return EngineStatus.WAKEUP if awake or self.args.disable_engine_sleep else EngineStatus.SLEEPED
 
+    @property
+    def wakes_by_sync(self) -> bool:
+        """Whether the engine drops its weights to sleep, so that waking it is a sync."""
+        return self.args.engine_sleep_level == 2
+
     def wakeup_inference_engine(self) -> None:
-        """*Collective.* Let the engine serve the weights that it fell asleep with. Does nothing if it is awake."""
-        self.enter("rollout")
+        """*Collective.* Let the engine serve the weights that it fell asleep with. Does nothing if it is awake.
+
+        With `--engine_sleep_level 2` it has none, and gets the actor's present ones.
+        """
+        if self.wakes_by_sync and self.inference_engine_status is EngineStatus.SLEEPED:
+            self.update_engine_weights(self.roles["actor"])
+        else:
+            self.enter("rollout")
 
     def maybe_sleep_inference_engine(self) -> None:
         """*Collective.* Make room for scoring: the engine sleeps, unless that is disabled."""

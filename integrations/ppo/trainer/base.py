@@ -57,7 +57,8 @@ class Trainer(Hooks, ABC):
         self._checkpoints = Checkpoints(args, strategy)
         self._seconds: dict[str, float] = {}
         if self._checkpoints.load(self):
-            strategy.update_engine_weights(strategy.roles["actor"])
+            if not strategy.wakes_by_sync:
+                strategy.update_engine_weights(strategy.roles["actor"])
             strategy.maybe_sleep_inference_engine()
         self.on_init_end()
 
@@ -84,6 +85,7 @@ class Trainer(Hooks, ABC):
                     self.monitor.log(self.step, self.evaluate())
                 if self.args.save_every and self.step % self.args.save_every == 0:
                     self._checkpoints.save(self)
+            self._draw_memory()
         if self.args.save_path:
             self._export(Path(self.args.save_path))
         self.on_train_end()
@@ -111,9 +113,9 @@ class Trainer(Hooks, ABC):
         self.kl.update(numbers["kl"], self.args.rollout_batch_size * self.args.n_samples_per_prompt)
         with self._timed("sync"):
             self.on_step_end()
+        whole = time.monotonic() - began
         self._report(rollouts)
         seconds = {f"seconds_{name}": spent for name, spent in self._seconds.items()}
-        whole = time.monotonic() - began
         return {**numbers, **seconds, "seconds": whole, "sync_share": self._seconds["sync"] / whole}
 
     def _export(self, folder: Path) -> None:
@@ -127,6 +129,11 @@ class Trainer(Hooks, ABC):
         if self.args.plot_every and self.step % self.args.plot_every == 0:
             everybody = self.strategy.all_gather([len(one.response_ids) for one in rollouts])
             self.monitor.lengths(self.step, [one for some in everybody for one in some], self.args.generate_max_len)
+            self._draw_memory()
+
+    def _draw_memory(self) -> None:
+        if self.args.plot_every and self.strategy.memory is not None:
+            self.monitor.ledger(self.strategy.memory.ledger)
 
     def _train(self) -> dict[str, float]:
         """All epochs over the buffer. Returns means over steps and sums over ranks."""

@@ -5,7 +5,7 @@ class Hooks:
     """Those that a trainer need not have. Every rank calls each of them; a hook may be collective."""
 
     def on_init_end(self) -> None:
-        """All is set up; the engine has the actor's weights and sleeps."""
+        """All is set up; the engine sleeps, and has the actor's weights when it wakes."""
 
     def on_train_begin(self) -> None:
         """Before the first iteration."""
