@@ -42,7 +42,7 @@ def measure(name: str, rounds: int, *, small: bool = False) -> Outcome:
     """The case, as rank 0 sees it."""
     store = TCPStore(LOOPBACK, 0, None, True, timedelta(seconds=_TIMEOUT_S), False)
     arguments = (str(store.port), name, str(rounds), str(int(small)))
-    command = ["env", f"CUDA_VISIBLE_DEVICES={GPU}", sys.executable, "-m", "wsync.bench.gpu.gathered", *arguments]
+    command = ["env", f"CUDA_VISIBLE_DEVICES={GPU},0", sys.executable, "-m", "wsync.bench.gpu.gathered", *arguments]
     other = subprocess.Popen(command)
     try:
         outcome = _on_rank(0, store, name, rounds, small)
