@@ -132,6 +132,7 @@ def _schemas() -> tuple[_Schema, ...]:
             addresses=_NATURALS,
             sizes=_NATURALS,
             parts=_only(Share),
+            staged=_only(Share),
         ),
         _Schema(
             Probe,

@@ -213,11 +213,12 @@ class Worker:
         if attachment is None or attachment.plan.pulled is None:
             raise EngineStateError("no plan is attached that has anything to pull")
         bucket, watch = attachment.plan.pulled, Stopwatch()
-        steps = attachment.routine.steps[bucket.index]
+        routine, here = attachment.routine, attachment.loader.endpoint()
+        dtypes = {name: layout.dtype for name, layout in routine.load.layouts.items()}
         if attachment.sources is not None:
             attachment.sources.close()
             attachment.sources = None
-        attachment.sources = Sources(bucket, steps, exports, attachment.loader.endpoint())
+        attachment.sources = Sources(bucket, routine.steps[bucket.index], dtypes, exports, here)
         return {"seconds": watch.seconds}
 
     def _detach(self, message: Message) -> Message:
