@@ -40,6 +40,10 @@ class SyncConfig:
     read so travels in buckets in the same sync. For processes of one host. "buckets": everything travels. "auto": on
     GPUs whole tensors are read in place and shards pulled where that can be, else everything travels."""
 
+    staging_bytes: int = 2 << 30
+    """Most memory that a trainer rank takes to cast weights before workers pull them over a link between GPUs, so that
+    the narrower dtype crosses. What does not fit crosses as it is. 0: everything does."""
+
     timeout_s: float = 120.0
     """Longest wait, in seconds, for any single peer, rank or engine call before an error is raised."""
 
@@ -65,6 +69,8 @@ class SyncConfig:
             raise ConfigError(f"bucket_bytes is {self.bucket_bytes}; it must be at least 4096 bytes")
         if self.num_slots < 1:
             raise ConfigError(f"num_slots is {self.num_slots}; at least one slot is needed")
+        if self.staging_bytes < 0:
+            raise ConfigError(f"staging_bytes is {self.staging_bytes}; it must be 0 or more bytes")
         if self.senders < 1:
             raise ConfigError(f"senders is {self.senders}; at least one rank sends")
         if self.senders > 1 and self.path == "pull":

@@ -22,6 +22,7 @@ def explain(agreement: Agreement, engines: Sequence[Engine], group: Group) -> st
         f"of at most {plan.bucket_bytes} bytes",
         _way(agreement),
         f"rank {group.rank} of {group.world_size}; {_senders(agreement)}",
+        *_staging(agreement),
         *(f"engine: {name}" for name in agreement.engines),
     ]
     for engine, choice in zip(engines, agreement.choices, strict=bool(agreement.choices)):
@@ -46,6 +47,14 @@ def _way(agreement: Agreement) -> str:
         return f"pulled: {len(plan.pulled.tensors)} of them, by every worker from the ranks{rest}"
     why = agreement.buckets_because
     return f"in buckets, because {why}" if why else "read where the trainer has it"
+
+
+def _staging(agreement: Agreement) -> list[str]:
+    casts = agreement.staging.casts
+    if not casts.wanted_nbytes:
+        return []
+    rest = "" if casts.nbytes == casts.wanted_nbytes else f" of {casts.wanted_nbytes}, as staging_bytes allows"
+    return [f"cast here before workers read it over a link: {casts.nbytes} bytes{rest}"]
 
 
 def _through_loader(reasons: Mapping[str, str]) -> list[str]:

@@ -18,6 +18,7 @@ from wsync.group import Group
 from wsync.plan import ALIGNMENT_BYTES, Plan, TensorSpec
 from wsync.protocols import Engine, Manifest, Producer, ReferringTransport, Transport
 from wsync.pull.agreement import agree_to_pull
+from wsync.pull.staging import Staging
 from wsync.regions import uncovered
 from wsync.topology import Choice, Topology, choose, local_endpoint
 from wsync.turns import Turns, agree_on_turns
@@ -52,6 +53,9 @@ class Agreement:
 
     spread: frozenset[str]
     """Replicas whose workers belong to several engines, of one rank or of several."""
+
+    staging: Staging
+    """This rank's memory for what it casts before workers read it over a link."""
 
     token: str
     """The same on every rank, and in no other session."""
@@ -105,11 +109,13 @@ def connect_ranks(
     choosing = partial(_choose_all, producer, engines, transports, config)
     choices: Sequence[Choice] = ()
     turns: Turns | None = None
+    staging = Staging()
     plan: Plan | None
     if config.path == "pull":
-        plan, buckets_because = pulling()
-        if plan is None:
-            raise UnsupportedError(f"weights cannot be pulled: {buckets_because}")
+        pulled, buckets_because = pulling(), ""
+        if isinstance(pulled, str):
+            raise UnsupportedError(f"weights cannot be pulled: {pulled}")
+        plan, staging = pulled
         if plan.sent.buckets:
             choices = group.local("choose a transport", choosing, patience)
     else:
@@ -118,8 +124,11 @@ def connect_ranks(
         if config.senders > 1:
             turns = agree_on_turns(senders, choices, transports, producer.device, group, config)
         elif plan is None and config.path == "auto" and config.transport == "auto" and devices == {"cuda"}:
-            plan, reason = pulling()
-            buckets_because = f"{buckets_because}, and cannot be pulled: {reason}" if reason else ""
+            pulled = pulling()
+            if isinstance(pulled, str):
+                buckets_because = f"{buckets_because}, and cannot be pulled: {pulled}"
+            else:
+                (plan, staging), buckets_because = pulled, ""
         if plan is None:
             packed = Plan.pack(wanted, config.bucket_bytes)
             in_buckets = plan = packed if turns is None else packed.in_turns(turns.ranks)
@@ -136,6 +145,7 @@ def connect_ranks(
         choices=tuple(choices),
         turns=turns,
         spread=spread,
+        staging=staging,
         token=greetings[0]["token"],
     )
 

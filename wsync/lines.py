@@ -35,6 +35,17 @@ class Line:
         return all(engine.attachment == address for engine in self.engines)
 
 
+def slots_bytes(choices: Sequence[Choice], plan: Plan, config: SyncConfig, group: Group) -> int:
+    """Bytes of slots that `open_lines`, or `open_turns`, allocates on this rank, at most."""
+    if plan.in_place:
+        return 0
+    if plan.turns:
+        return plan.capacity * min(config.num_slots, len(plan.sent_by(group.rank).buckets))
+    transports = {choice.transport.name: choice.transport for choice in choices}
+    rings = sum(not (group.world_size == 1 and transport.by_reference) for transport in transports.values())
+    return rings * plan.capacity * min(config.num_slots, len(plan.buckets))
+
+
 def open_lines(
     engines: Sequence[Engine],
     choices: Sequence[Choice],

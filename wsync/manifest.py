@@ -10,6 +10,7 @@ from wsync.loadplan import LoadPlan, Write
 from wsync.protocols import Manifest
 from wsync.regions import Region, uncovered
 from wsync.strided import ascending, offset_of, positions, storage_of
+from wsync.topology import Endpoint
 
 
 def declared_dtypes(plan: LoadPlan) -> dict[str, torch.dtype]:
@@ -33,6 +34,7 @@ def manifest(
     required: Sequence[str],
     *,
     engine: str,
+    endpoint: Endpoint,
     launch: tuple[str, Sequence[str]],
 ) -> Manifest:
     """What a worker answers to `describe`.
@@ -42,6 +44,7 @@ def manifest(
         targets: the live tensors of the recording.
         required: names in `targets` that the sources must cover.
         engine: its name, for messages.
+        endpoint: where the live tensors are.
         launch: how the plan was checked against the launch weights, and what was wrong.
     """
     dtypes = declared_dtypes(plan)
@@ -54,6 +57,7 @@ def manifest(
         replayed=len(dtypes) - len(plan.through_loader),
         through_loader=dict(plan.through_loader),
         verified=launch[0],
+        endpoint=endpoint,
     )
 
 

@@ -42,14 +42,16 @@ class SyncReport:
     "worker wait", "worker load" and "worker finish" come last, where this rank owns engines: what the slowest of their
     workers spent waiting for buckets, loading, and in the engine's post-load processing. Of weights that are pulled
     "worker read" is how long the copies took, "worker map" how long it took to map memory that is new. Workers run
-    beside the other stages, so that these are no part of their sum.
+    beside the other stages, so that these are no part of their sum. "cast" is what this rank took to cast weights
+    before workers read them over a link.
     """
 
     peak_bytes: int
     """Memory that wsync itself held on this rank: slots and staging."""
 
     pulled_nbytes: int
-    """Bytes that the workers of this rank's engines read where trainer ranks have them, in the trainer's dtypes."""
+    """Bytes that the workers of this rank's engines read where trainer ranks have them: in the trainer's dtypes, or in
+    the engine's where they were cast before they crossed a link."""
 
     through_loader: int
     """Tensors that an engine's own loader had to take, because no plain copy expresses them."""

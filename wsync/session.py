@@ -29,7 +29,7 @@ from wsync.errors import ClosedError, ConfigError, DigestError, EngineStateError
 from wsync.explain import explain
 from wsync.group import Group
 from wsync.handshake import Agreement, connect_ranks
-from wsync.lines import Line, open_lines, open_turns
+from wsync.lines import Line, open_lines, open_turns, slots_bytes
 from wsync.plan import Bucket
 from wsync.protocols import Engine, Loaded, Producer, Transport
 from wsync.protocols.pull import ExportingProducer, PullingEngine
@@ -63,8 +63,9 @@ class Session:
         self._busy = threading.Lock()
         self._agreement: Agreement = connect_ranks(producer, engines, transports, group, config)
         self._sent = self._agreement.plan.sent
-        pulled = self._agreement.plan.pulled
-        self._ranks = None if pulled is None else Ranks(cast("ExportingProducer", producer), pulled, group)
+        self._staging = self._agreement.staging
+        pulled, exporting = self._agreement.plan.pulled, cast("ExportingProducer", producer)
+        self._ranks = None if pulled is None else Ranks(exporting, pulled, self._staging, group)
 
     def sync(self, version: int | None = None) -> SyncReport:
         """*Collective.* Bring every engine to the trainer's present weights.
@@ -104,21 +105,16 @@ class Session:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of slots that the next sync will allocate on this rank, at most: 0 if it has them already.
+        """Bytes of slots and staging that the next sync will allocate on this rank, at most: 0 if it has them already.
 
         An actor that lies whole in the process of its engine needs none.
         """
-        plan, shared = self._sent, self._group.world_size == 1
-        if self._attached or plan.in_place:
-            return 0
-        if plan.turns:
-            return plan.capacity * min(self.config.num_slots, len(plan.sent_by(self._group.rank).buckets))
-        transports = {choice.transport.name: choice.transport for choice in self._agreement.choices}
-        rings = sum(not (shared and transport.by_reference) for transport in transports.values())
-        return rings * plan.capacity * min(self.config.num_slots, len(plan.buckets))
+        attached, choices = self._attached, self._agreement.choices
+        slots = 0 if attached else slots_bytes(choices, self._sent, self.config, self._group)
+        return slots + self._staging.missing_bytes
 
     def release_slots(self) -> None:
-        """*Collective.* Give slots, sockets and communicators back until the next sync, which connects them afresh.
+        """*Collective.* Give slots, staging, sockets and communicators back until the next sync, which makes new ones.
 
         When it returns no worker has memory of any rank mapped: freed, it is free.
 
@@ -128,9 +124,10 @@ class Session:
         self._group.local("release", self._unmap, self._deadline())
         self._detach()
         self._group.reset()
+        self._staging.release()
 
     def close(self) -> None:
-        """Release slots, sockets and the communicator. The engines stay as they are. Never raises.
+        """Release slots, staging, sockets and the communicator. The engines stay as they are. Never raises.
 
         Local: workers of another rank's engines may have memory of this one mapped until that rank has closed too.
         """
@@ -138,6 +135,7 @@ class Session:
             self._closed = True
             self._unmap()
             self._detach()
+            self._staging.release()
             self._group.close()
 
     def __enter__(self) -> "Session":
@@ -222,12 +220,14 @@ class Session:
         self._lines = []
 
     def _transfer(self, version: int, attempt: str, watch: Stopwatch) -> float:
-        group, producer = self._group, self._producer
+        group, producer, cast_seconds = self._group, self._producer, 0.0
         with watch.stage("open"):
             if self._ranks is None:
                 group.local("open", producer.open, self._patience())
             else:
-                self._ranks.open(self._patience())
+                cast_seconds = self._ranks.open(self._patience())
+        if cast_seconds:
+            watch.stages |= {"open": watch.stages["open"] - cast_seconds, "cast": cast_seconds}
         paused = Stopwatch()
         with watch.stage("pause"):
             group.local("pause", lambda: self._start_engines(version, attempt, watch), self._patience())
@@ -372,7 +372,8 @@ class Session:
 
     def _report(self, version: int, watch: Stopwatch, pause_seconds: float) -> SyncReport:
         plan = self._agreement.plan
-        held = sum(line.sender.held_bytes for line in self._lines) + self._producer.staging_bytes
+        held = sum(line.sender.held_bytes for line in self._lines)
+        held += self._producer.staging_bytes + self._staging.held_bytes
         return SyncReport(
             version=version,
             nbytes=plan.nbytes,

@@ -121,6 +121,7 @@ def _schemas() -> tuple[_Schema, ...]:
             replayed=_NATURAL,
             through_loader=_map(_TEXT),
             verified=_TEXT,
+            endpoint=_Field((Endpoint,)),
         ),
         _Schema(Share, tensor=_NATURAL, elements=_Field((Region,)), place=_Field((Place,))),
         _Schema(
@@ -131,6 +132,7 @@ def _schemas() -> tuple[_Schema, ...]:
             addresses=_NATURALS,
             sizes=_NATURALS,
             parts=_only(Share),
+            staged=_only(Share),
         ),
         _Schema(
             Probe,

@@ -146,9 +146,10 @@ class Worker:
             wanted = [replace(spec, dtype=declared.get(name, spec.dtype)) for name, spec in load.specs.items()]
             load = self._record(wanted)
         self._load = load
-        targets, required = self._loader.targets(), self._loader.required()
+        loader = self._loader
+        targets, required = loader.targets(), loader.required()
         launch = self._check_launch(load, void)
-        return manifest(load, targets, required, engine=self._loader.engine, launch=launch)
+        return manifest(load, targets, required, engine=loader.engine, endpoint=loader.endpoint(), launch=launch)
 
     def _check_launch(self, load: LoadPlan, void: bool) -> tuple[str, Sequence[str]]:
         """The launch weights can be compared only while they are there; what was found then holds on.
@@ -212,11 +213,12 @@ class Worker:
         if attachment is None or attachment.plan.pulled is None:
             raise EngineStateError("no plan is attached that has anything to pull")
         bucket, watch = attachment.plan.pulled, Stopwatch()
-        steps = attachment.routine.steps[bucket.index]
+        routine, here = attachment.routine, attachment.loader.endpoint()
+        dtypes = {name: layout.dtype for name, layout in routine.load.layouts.items()}
         if attachment.sources is not None:
             attachment.sources.close()
             attachment.sources = None
-        attachment.sources = Sources(bucket, steps, exports, attachment.loader.endpoint())
+        attachment.sources = Sources(bucket, routine.steps[bucket.index], dtypes, exports, here)
         return {"seconds": watch.seconds}
 
     def _detach(self, message: Message) -> Message:

@@ -127,7 +127,8 @@ def differing(one: Weights, other: Weights) -> list[str]:
 def describe(loader: ModelLoader, specs: Sequence[TensorSpec]) -> Any:
     plan = record(loader, specs)
     launch_check = check_launch_weights(loader, plan)
-    return manifest(plan, loader.targets(), loader.required(), engine="vLLM", launch=launch_check)
+    targets, required = loader.targets(), loader.required()
+    return manifest(plan, targets, required, engine="vLLM", endpoint=loader.endpoint(), launch=launch_check)
 
 
 def facts(case: str, folder: Path) -> dict[str, Any]:

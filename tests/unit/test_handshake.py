@@ -36,6 +36,7 @@ def manifest(dtypes: Mapping[str, torch.dtype], **fields: object) -> Manifest:
         "replayed": len(dtypes),
         "through_loader": {},
         "verified": "yes",
+        "endpoint": local_endpoint("cpu"),
     }
     return Manifest(dtypes=dtypes, **{**defaults, **fields})  # type: ignore[arg-type]
 

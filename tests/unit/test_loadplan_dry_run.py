@@ -32,7 +32,14 @@ def untouched(loader: ToyLoader) -> Iterator[None]:
 def dry(loader: ToyLoader, specs: Iterable[TensorSpec] | None = None) -> tuple[LoadPlan, Manifest]:
     with untouched(loader):
         plan = record(loader, list(specs if specs is not None else specs_of(WEIGHTS)))
-    answer = manifest(plan, loader.targets(), loader.required(), engine=loader.engine, launch=("not checked", ()))
+    answer = manifest(
+        plan,
+        loader.targets(),
+        loader.required(),
+        engine=loader.engine,
+        endpoint=loader.endpoint(),
+        launch=("not checked", ()),
+    )
     return plan, answer
 
 

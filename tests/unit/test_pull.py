@@ -22,6 +22,7 @@ from wsync.protocols.pull import ExportingProducer, PullingEngine
 from wsync.pull.exports import Export, Probed, Share
 from wsync.pull.ranks import Ranks
 from wsync.pull.sources import Sources, unreadable
+from wsync.pull.staging import Staging
 from wsync.regions import Region
 from wsync.replay import Step
 from wsync.topology import local_endpoint
@@ -190,7 +191,7 @@ def test_what_another_rank_said_is_forgotten_with_the_session_s_workers() -> Non
     producer.prepare(plan, [0], Group(0, 1, None, 5.0))
     assert plan.pulled is not None
     group = Store(exported(1, [(Region.span(0, 4), torch.zeros(4))]))
-    ranks = Ranks(producer, plan.pulled, group)  # type: ignore[arg-type]
+    ranks = Ranks(producer, plan.pulled, Staging(), group)  # type: ignore[arg-type]
     ranks.open(Deadline.after(5.0))
     told: list[list[int]] = []
     engine = engine_for(actor)
@@ -241,7 +242,7 @@ def sources(exports: Sequence[Export], needed: Region) -> Sources:
     plan = Plan.pack([TensorSpec(name="w", shape=(8, 8), dtype=torch.float32)], 4096, {"w"})
     step = Step(tensor=0, src=needed, target="w", dst=Region.whole(needed.sizes))
     assert plan.pulled is not None
-    return Sources(plan.pulled, [step], exports, HERE)
+    return Sources(plan.pulled, [step], {"w": torch.float32}, exports, HERE)
 
 
 def test_only_what_is_needed_is_read_wherever_it_lies() -> None:

@@ -65,6 +65,7 @@ def records() -> list[object]:
         replayed=3,
         through_loader={"c": "it is derived"},
         verified="bit-equal",
+        endpoint=here,
     )
     ticket = Ticket(transport="shm", address="x", secret=os.urandom(32), generation=2)
     parts = [plan.specs[0], plan.buckets[0], plan.buckets[0].tensors[0], Region(0, (2,), (-1,))]

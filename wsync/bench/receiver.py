@@ -23,8 +23,8 @@ class BareLoader:
         self._tensors = tensors
 
     def endpoint(self) -> Endpoint:
-        """This process, host memory."""
-        return local_endpoint("cpu")
+        """This process, where the tensors are."""
+        return local_endpoint(next(iter(self._tensors.values())).device)
 
     def targets(self) -> Mapping[str, torch.Tensor]:
         """All tensors."""

@@ -29,7 +29,7 @@ _FLOORS = {
     cases.CAST: "one pass that reads, casts and writes",
     nccl_case.RAW: "NCCL broadcasts in buffers of 1 GiB",
     gathered.GATHER: "NCCL all-gathers of packed shards, in buckets of 256 MiB",
-    sharded_pull.LOCAL: "the part that stays on its device, by itself",
+    sharded_pull.LOCAL: "what a device casts for both workers, by itself",
     sharded_pull.LINK: "the part that crosses the link, by itself",
     sharded_pull.FLOOR: "the longer one of both",
     ceilings.MEMCPY_EACH: "memcpy of each tensor, one thread",

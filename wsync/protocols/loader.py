@@ -32,6 +32,9 @@ class Manifest:
     verified: str
     """How the plan was checked against the launch weights, or why it could not be."""
 
+    endpoint: Endpoint
+    """Where the worker's weights are."""
+
 
 class Loader(Protocol):
     """The engine side of the data path, inside one worker. Holds no strong reference to the model between calls."""

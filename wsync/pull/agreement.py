@@ -1,6 +1,7 @@
 """Connect: whether workers can read the ranks' memory, and which tensors they will pull."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from wsync.config import SyncConfig
@@ -10,7 +11,8 @@ from wsync.group import Group
 from wsync.plan import Bucket, Plan, TensorSpec
 from wsync.protocols import Engine, Manifest, Producer
 from wsync.protocols.pull import ExportingProducer, PullingEngine
-from wsync.pull.exports import Exporter, Probe, Probed
+from wsync.pull.exports import Export, Exporter, Probe, Probed
+from wsync.pull.staging import Staging, plan_casts
 
 
 def agree_to_pull(
@@ -22,7 +24,7 @@ def agree_to_pull(
     senders: Sequence[int],
     group: Group,
     config: SyncConfig,
-) -> tuple[Plan | None, str]:
+) -> tuple[Plan, Staging] | str:
     """*Collective.* A plan of which as much as possible is pulled; the producer has taken it then.
 
     Args:
@@ -30,12 +32,12 @@ def agree_to_pull(
         wanted: in wire dtypes.
 
     Returns:
-        The plan and "", or None and the reason on every rank: some worker cannot read some rank, or nothing can be
-        pulled.
+        The plan, and this rank's memory for what it casts before it crosses a link; or the reason on every rank: some
+        worker cannot read some rank, or nothing can be pulled.
     """
     patience = Deadline.beyond(config.timeout_s)
     if config.verify is not None:
-        return None, "verify compares what arrives in buckets"
+        return "verify compares what arrives in buckets"
     probed: list[Probed] = []
 
     def probe() -> Probe | str:
@@ -52,7 +54,7 @@ def agree_to_pull(
         refusals = group.gather("try to pull", lambda: _refused(producer, engines, answered, config), patience)
         reasons = [str(reason) for reason in refusals if reason]
     if reasons:
-        return None, reasons[0]
+        return reasons[0]
     dtypes = {spec.name: spec.dtype for spec in held}
     fit = {spec.name for spec in wanted if _fits(spec, dtypes, manifests)}
     exporting = cast("ExportingProducer", producer)
@@ -61,28 +63,39 @@ def agree_to_pull(
     plan = Plan.pack(wanted, config.bucket_bytes, names)
     if plan.pulled is None:
         some = first_five([spec.name for spec in wanted])
-        return None, f"none of {some} lies in the memory of a rank as an engine's worker can copy it"
+        return f"none of {some} lies in the memory of a rank as an engine's worker can copy it"
     group.local("prepare", lambda: producer.prepare(plan, senders, group), patience)
-    reason = _try_to_export(exporting, plan.pulled, group, patience)
-    return (None, reason) if reason else (plan, "")
+    exports = _try_to_export(exporting, plan.pulled, group, patience)
+    if isinstance(exports, str):
+        return exports
+    planning = partial(plan_casts, plan.pulled, exports, group.rank, manifests, config.staging_bytes)
+    return plan, Staging(group.local("plan casts", planning, patience), producer.device)
 
 
-def _try_to_export(producer: ExportingProducer, bucket: Bucket, group: Group, patience: Deadline) -> str:
-    """*Collective.* Why the memory of some rank cannot be exported; "" if it can."""
+def _try_to_export(
+    producer: ExportingProducer, bucket: Bucket, group: Group, patience: Deadline
+) -> Sequence[Export] | str:
+    """*Collective.* What every rank exports now, or why the memory of some rank cannot be exported."""
+    mine: list[Export | str] = []
+
+    def export() -> Export | str:
+        try:
+            mine.append(Exporter(group.rank, producer.device).export(producer.shares(bucket)))
+        except TransportError as error:
+            mine.append(f"trainer rank {group.rank}: {error}")
+        return mine[0]
+
     try:
         group.local("open", producer.open, patience)
-        reasons = group.gather("try to export", lambda: _not_exported(producer, bucket, group.rank), patience)
+        answers = cast("Sequence[Export | str]", group.gather("try to export", export, patience))
     finally:
         producer.close()
-    return next((str(reason) for reason in reasons if reason), "")
-
-
-def _not_exported(producer: ExportingProducer, bucket: Bucket, rank: int) -> str:
-    try:
-        Exporter(rank, producer.device).export(producer.shares(bucket))
-    except TransportError as error:
-        return f"trainer rank {rank}: {error}"
-    return ""
+    reasons = [answer for answer in answers if isinstance(answer, str)]
+    if reasons:
+        return reasons[0]
+    # Its own is the very object: its parts are those that the producer shows again.
+    exports = [*answers[: group.rank], *mine, *answers[group.rank + 1 :]]
+    return cast("Sequence[Export]", exports)
 
 
 def _refused(producer: Producer, engines: Sequence[Engine], probes: Sequence[Probe], config: SyncConfig) -> str:

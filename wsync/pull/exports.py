@@ -37,9 +37,11 @@ class Shares:
     """What one rank has of a bucket."""
 
     memories: Sequence[torch.Tensor]
-    """What the places of `parts` count."""
+    """What the places of `parts` and `staged` count."""
 
     parts: tuple[Share, ...]
+    staged: tuple[Share, ...] = ()
+    """Elements of `parts` once more, in another dtype: for readers behind a link."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +60,7 @@ class Export:
     """Bytes of each memory, up to the last one that is needed."""
 
     parts: tuple[Share, ...]
+    staged: tuple[Share, ...] = ()
 
 
 class Exporter:
@@ -75,11 +78,12 @@ class Exporter:
         Raises `TransportError` for device memory that cannot be exported, or on another device than the others.
         """
         found, last = addresses(shares.memories), self._last
-        if last is None or last.parts != shares.parts or not self._lies_at(found, last):
+        known = last is not None and last.parts == shares.parts and last.staged == shares.staged
+        if last is None or not known or not self._lies_at(found, last):
             elsewhere = {memory.device for memory in shares.memories if memory.device.type != "cpu"} - {self._where}
             if elsewhere:
                 raise TransportError(f"weights are on {sorted(map(str, elsewhere))}, and others on {self._where}")
-            sizes = extents([part.place for part in shares.parts], len(found))
+            sizes = extents([part.place for part in (*shares.parts, *shares.staged)], len(found))
             starts = tuple(start if size else 0 for start, size in zip(found, sizes, strict=True))
             segments = () if self._device is None else dict.fromkeys(self._device.segments(list(filter(None, starts))))
             self._last = last = Export(
@@ -89,6 +93,7 @@ class Exporter:
                 addresses=starts,
                 sizes=tuple(sizes),
                 parts=shares.parts,
+                staged=shares.staged,
             )
         return last
 

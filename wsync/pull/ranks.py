@@ -10,29 +10,39 @@ from wsync.plan import Bucket
 from wsync.protocols import Engine
 from wsync.protocols.pull import ExportingProducer, PullingEngine
 from wsync.pull.exports import Export, Exporter
+from wsync.pull.staging import Staging
+from wsync.report import Stopwatch
 
 
 class Ranks:
     """Where the parts of one bucket lie on every rank."""
 
-    def __init__(self, producer: ExportingProducer, bucket: Bucket, group: Group) -> None:
-        self._producer, self._bucket, self._group = producer, bucket, group
+    def __init__(self, producer: ExportingProducer, bucket: Bucket, staging: Staging, group: Group) -> None:
+        self._producer, self._bucket, self._staging, self._group = producer, bucket, staging, group
         self._exporter = Exporter(group.rank, producer.device)
         self._known: dict[int, Export] = {}
         self._told = False
 
-    def open(self, deadline: Deadline) -> None:
+    def open(self, deadline: Deadline) -> float:
         """*Collective.* Open the producer and look its memory up; ranks hear of each other what is new.
 
-        What the trainer has queued on a device is done when this returns: workers do not see its streams.
+        What the trainer has queued on a device is done when this returns, and so are casts into the staging memory:
+        workers do not see its streams. Returns the seconds that the casts of this rank took.
         """
         rank, device = self._group.rank, self._producer.device
+        devices = [device] if device.type == "cuda" else []
         mine: list[Export] = []
+        casting: list[float] = []
 
         def news() -> Export | None:
             self._producer.open()
-            wait_for(queued([device] if device.type == "cuda" else []), deadline)
-            mine.append(self._exporter.export(self._producer.shares(self._bucket)))
+            wait_for(queued(devices), deadline)
+            shares, watch = self._producer.shares(self._bucket), Stopwatch()
+            shares = self._staging.fill(shares)
+            if shares.staged:
+                wait_for(queued(devices), deadline)
+                casting.append(watch.seconds)
+            mine.append(self._exporter.export(shares))
             return None if mine[0] is self._known.get(rank) else mine[0]
 
         replies = cast("Sequence[Export | None]", self._group.gather("open", news, deadline))
@@ -40,6 +50,7 @@ class Ranks:
             if reply is not None:
                 self._known[number] = mine[0] if number == rank else reply
                 self._told = False
+        return sum(casting)
 
     def tell(self, engines: Sequence[Engine], deadline: Deadline) -> float:
         """Let the workers know, unless they do. Returns the seconds that the slowest needed to map what is new."""

@@ -1,34 +1,33 @@
-"""From which rank a worker reads what: each element from one of its holders, so that all of them have as much to do."""
+"""What a worker reads of trainer ranks: which bytes, out of which memories, and to where."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Protocol
 
 import torch
 
-from wsync.errors import ProtocolError, UnsupportedError
-from wsync.gather import aligned, without_overlaps
+from wsync.errors import ProtocolError
+from wsync.gather import aligned
 from wsync.plan import Bucket
 from wsync.pull import device_reads, host_reads
 from wsync.pull.device_reads import DeviceMemories
 from wsync.pull.exports import Export, Probe, Share
+from wsync.pull.holders import Holders
 from wsync.pull.host_reads import Foreign, HostMemories
-from wsync.regions import Region, uncovered
+from wsync.regions import Region
 from wsync.replay import Step
 from wsync.targets import key_of, memories_of
 from wsync.topology import CPU, Endpoint
 from wsync.views import Pair, Place
-
-Part = tuple[int, Share]
-"""Index of an export, and a share in it."""
 
 
 class Reads(Protocol):
     """Copies from memories of trainer ranks, worked out once and run at every sync."""
 
     nbytes: int
-    """That are read, in the trainer's dtypes."""
+    """That are read, each in the dtype that it is read in."""
 
     @property
     def seconds(self) -> float:
@@ -58,18 +57,28 @@ class Memories(Protocol):
 class Sources:
     """What is read for one bucket, and where. Worked out once for a list of exports."""
 
-    def __init__(self, bucket: Bucket, steps: Sequence[Step], exports: Sequence[Export], reader: Endpoint) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        steps: Sequence[Step],
+        dtypes: Mapping[str, torch.dtype],
+        exports: Sequence[Export],
+        reader: Endpoint,
+    ) -> None:
         """Args:
         bucket: which.
         steps: what the worker needs of it.
+        dtypes: of the targets.
         exports: of all ranks that have any part of it.
         reader: the worker, which reads from itself rather than from others.
 
         Raises `ProtocolError` if nobody has some element that is needed, `UnsupportedError` if parts overlap unevenly,
         `TransportError` if memory cannot be mapped.
         """
-        chosen = _choose(bucket, exports, reader)
-        self._copies = [copy for step in steps for copy in _copies(step, bucket, chosen[step.tensor])]
+        readable = _readable(bucket, exports, reader)
+        self._copies = [
+            copy for step in steps for copy in _copies(step, bucket, readable[step.tensor], dtypes[step.target])
+        ]
         self._numbers: Mapping[str, int] = {
             name: number for number, name in enumerate(dict.fromkeys(step.target for step in steps))
         }
@@ -86,7 +95,7 @@ class Sources:
         return 0.0 if self._reads is None else self._reads.seconds
 
     def read_into(self, targets: Mapping[str, torch.Tensor]) -> int:
-        """Read everything into live `targets`. Returns how many bytes these are, in the trainer's dtypes.
+        """Read everything into live `targets`. Returns how many bytes these are, as they were read.
 
         On a device it is queued on the current stream then, else done.
         """
@@ -105,56 +114,61 @@ class Sources:
         self._memories.close()
 
 
-def _copies(step: Step, bucket: Bucket, chosen: Sequence[tuple[Region, Place]]) -> Iterator[tuple[Place, str, Region]]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a tensor that are read of one rank."""
+
+    held: Share
+    staged: Sequence[Share]
+    """Some of them in other dtypes, if the way to them is a link."""
+
+    base: int
+    """Number of the rank's first memory, counted over all exports."""
+
+    def share(self, region: Region, dtype: torch.dtype) -> Share:
+        """Where to read `region` for a target of `dtype`. Only what is staged in just that is rounded once."""
+        cast = [share for share in self.staged if share.place.dtype == dtype]
+        alike = (share for share in cast if share.elements == region.coalesce())
+        around = (share for share in cast if _numel(share.elements.intersect(region)) == region.numel)
+        return next(chain(alike, around), self.held)
+
+
+def _readable(bucket: Bucket, exports: Sequence[Export], reader: Endpoint) -> Sequence[Sequence[_Part]]:
+    """For each tensor disjoint parts that cover it."""
+    bases = list(accumulate((len(one.addresses) for one in exports), initial=0))
+    staged: Mapping[tuple[int, int], list[Share]] = defaultdict(list)
+    for index, one in enumerate(exports):
+        for share in one.staged:
+            staged[index, share.tensor].append(share)
+    return [
+        [_Part(one.share, staged[one.export, tensor] if one.over_link else (), bases[one.export]) for one in holdings]
+        for tensor, holdings in enumerate(Holders(bucket, exports).choose(reader))
+    ]
+
+
+def _copies(
+    step: Step, bucket: Bucket, parts: Sequence[_Part], dtype: torch.dtype
+) -> Iterator[tuple[Place, str, Region]]:
     """What `step` needs out of the places of its tensor: from where, to which target, and where in it."""
     covered = 0
-    for elements, place in chosen:
-        shared = step.src.intersect(elements)
-        covered += sum(region.numel for region in shared)
-        pairs = aligned(
-            (there for region in shared for o in elements.locate(region) for there in place.region.select(o)),
-            (here for region in shared for o in step.src.locate(region) for here in step.dst.select(o)),
-        )
-        for there, here in pairs:
-            yield Place(memory=place.memory, dtype=place.dtype, region=there), step.target, here
+    for part in parts:
+        for region in step.src.intersect(part.held.elements):
+            covered += region.numel
+            share = part.share(region, dtype)
+            pairs = aligned(
+                (there for o in share.elements.locate(region) for there in share.place.region.select(o)),
+                (here for o in step.src.locate(region) for here in step.dst.select(o)),
+            )
+            for there, here in pairs:
+                source = Place(memory=part.base + share.place.memory, dtype=share.place.dtype, region=there)
+                yield source, step.target, here
     if covered != step.src.numel:
         name = bucket.tensors[step.tensor].name
         raise ProtocolError(f"of {name} {step.src.numel} elements are needed; ranks have {covered} of them")
 
 
-def _choose(bucket: Bucket, exports: Sequence[Export], reader: Endpoint) -> Sequence[Sequence[tuple[Region, Place]]]:
-    """For each tensor disjoint regions that cover it, each with one place; memories counted over all exports."""
-    holders: list[dict[Region, list[Part]]] = [defaultdict(list) for _ in bucket.tensors]
-    for index, one in enumerate(exports):
-        for part in one.parts:
-            if part.elements.numel:
-                holders[part.tensor][part.elements.coalesce()].append((index, part))
-    bases = list(accumulate((len(one.addresses) for one in exports), initial=0))
-    load = [0] * len(exports)
-    chosen = []
-    for meta, by_region in zip(bucket.tensors, holders, strict=True):
-        numel = meta.elements.numel
-        disjoint = without_overlaps(by_region, numel)
-        if by_region and not disjoint:
-            raise UnsupportedError(f"{meta.name}: trainer ranks hold parts that overlap without being the same")
-        if uncovered(disjoint, numel):
-            raise ProtocolError(f"no trainer rank exports some part of {meta.name}")
-        regions = []
-        for parts in disjoint.values():
-            index, part = min(
-                parts, key=lambda one: (*_distance(exports[one[0]].endpoint, reader), load[one[0]], one[0])
-            )
-            load[index] += part.elements.numel * part.place.dtype.itemsize
-            place = part.place
-            there = Place(memory=bases[index] + place.memory, dtype=place.dtype, region=place.region)
-            regions.append((part.elements, there))
-        chosen.append(regions)
-    return chosen
-
-
-def _distance(owner: Endpoint, reader: Endpoint) -> tuple[bool, bool]:
-    """Less is nearer: the same device before another one, the same process before another one."""
-    return owner.device != reader.device, owner.process != reader.process
+def _numel(regions: Sequence[Region]) -> int:
+    return sum(region.numel for region in regions)
 
 
 def unreadable(probes: Sequence[Probe], reader: Endpoint) -> str:
