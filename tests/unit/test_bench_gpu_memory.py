@@ -9,7 +9,7 @@ import wsync
 from wsync.bench.gpu import engines, memory_case, models
 from wsync.bench.gpu.outcome import Outcome
 from wsync.bench.gpu.stays import Stay, growth, stays_of
-from wsync.memory.device import Usage
+from wsync.memory.device import Room, Usage
 from wsync.memory.ledger import Ledger
 
 GIB = 1 << 30
@@ -28,6 +28,9 @@ class Device:
 
     def describe(self) -> str:
         return self.name
+
+    def room(self) -> Room:
+        return self.usage()
 
     def usage(self) -> Usage:
         there = CONTEXT + (0 if self.asleep else ENGINE) + self.tensors + self.cached

@@ -12,7 +12,7 @@ from torch import nn
 from tests.unit.test_module_producer import opened, prepared
 from wsync import glance
 from wsync.adapters.engines.places import Places
-from wsync.copies import Keys
+from wsync.copies import UNKNOWN, Keys
 from wsync.plan import Plan, TensorSpec
 from wsync.regions import Region
 from wsync.replay import Replay, Routine, _Direct
@@ -78,6 +78,28 @@ def test_one_side_that_does_not_say_so_is_enough_to_look(device: Device, last: K
     assert made.again([source], [target], now)
     assert device.looks == 3
     assert device.launched == [source.data_ptr()] * 2
+
+
+def test_a_bucket_that_lies_in_another_slot_each_time_is_found_again(device: Device) -> None:
+    slots, target = [torch.zeros(8192) for _ in range(3)], torch.zeros(8192)
+    made = launches()
+    for slot in slots:
+        assert not made.again([slot], [target], UNKNOWN)
+        made.run([slot], [target], UNKNOWN)
+    for _ in range(2):
+        for slot in slots:
+            assert made.again([slot], [target], UNKNOWN)
+    assert device.launched == [slot.data_ptr() for slot in slots] * 3
+
+
+def test_places_that_never_come_again_do_not_pile_up(device: Device) -> None:
+    target, many = torch.zeros(8192), torch.zeros(100, 8192)
+    made = launches()
+    for source in many:
+        made.run([source], [target], UNKNOWN)
+    assert made.again([many[-1]], [target], UNKNOWN)
+    assert not made.again([many[0]], [target], UNKNOWN)
+    assert len(made._known) <= 16
 
 
 def test_a_key_that_is_equal_is_not_the_same(device: Device) -> None:

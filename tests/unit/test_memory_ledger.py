@@ -12,7 +12,7 @@ import pytest
 from wsync.background import Background
 from wsync.deadline import Deadline
 from wsync.errors import ConfigError
-from wsync.memory.device import Usage
+from wsync.memory.device import Room, Usage
 from wsync.memory.ledger import Ledger, PhasePeak
 
 GIB = 1 << 30
@@ -54,6 +54,9 @@ class Meter:
 
     def describe(self) -> str:
         return self.name
+
+    def room(self) -> Room:
+        return self.now
 
     def usage(self) -> Usage:
         return self.now

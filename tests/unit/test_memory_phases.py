@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from wsync.deadline import Deadline
 from wsync.errors import AdmissionError, ConfigError, MemoryStateError
 from wsync.group import Group
+from wsync.memory.device import Room, Usage
 from wsync.memory.engine_tag import engine_tags
 from wsync.memory.phases import Phases
 from wsync.memory.transition import transition
@@ -358,3 +359,30 @@ def test_any_way_ends_with_what_is_wanted(wanted: list[str], present: set[str], 
 
 
 _ACTIONS = ["release", "empty cache", "restore"]
+
+
+class Slow(FakeDevice):
+    """Counts how often it was asked for what takes long to tell."""
+
+    closely = 0
+
+    def usage(self) -> Usage:
+        self.closely += 1
+        return super().usage()
+
+    def room(self) -> Room:
+        now = super().usage()
+        return Room(total=now.total, free=now.free, allocated=now.allocated, reserved=now.reserved)
+
+
+def test_steps_do_not_wait_for_what_only_the_ledger_tells() -> None:
+    device = Slow(total=100)
+    residents = [FakeResident(device, name, 10) for name in ("a", "b", "c", "d")]
+    wanted = {"all": ["a", "b", "c", "d"], "none": []}
+    phases = Phases(residents, wanted, device=device, group=Group(0, 1, None, 5.0))
+    phases.enter("all")
+    device.closely = 0
+    phases.enter("none")
+    phases.enter("all")
+    assert len(phases.ledger.entries()) > 3
+    assert device.closely == 6  # leaving, on the way, and entering, twice

@@ -3,13 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from wsync.errors import AdmissionError
-from wsync.memory.device import Usage
+from wsync.memory.device import Device
 from wsync.memory.sizes import gib
 
 
 def admit(
     phase: str,
-    usage: Usage,
+    device: Device,
     *,
     coming: Mapping[str, int],
     leaving: Mapping[str, int],
@@ -20,15 +20,15 @@ def admit(
 
     Args:
         phase: what is entered, for the message.
-        usage: measured now.
+        device: measured now, and closely if there is too little.
         coming, leaving, staying: name -> bytes. What is unknown counts 0.
         moved: what has been done on the way, for the message.
     """
-    cached = usage.reserved - usage.allocated
-    room = usage.free + cached + sum(leaving.values())
-    needed = sum(coming.values())
+    now, needed = device.room(), sum(coming.values())
+    room = now.free + now.reserved - now.allocated + sum(leaving.values())
     if needed <= room:
         return
+    usage = device.usage()
     others = usage.by_others or 0
     own = usage.allocated - sum(staying.values()) - sum(leaving.values())
     holders = {**staying, "other tensors of this process": max(own, 0), "other processes": others}

@@ -4,7 +4,7 @@ import torch
 
 from wsync.errors import ConfigError, UnsupportedError
 from wsync.memory import host
-from wsync.memory.device import Usage
+from wsync.memory.device import Room, Usage
 from wsync.memory.host_pool import pinned_bytes
 from wsync.memory.nvml import open_nvml
 
@@ -38,8 +38,19 @@ class CudaDevice:
         words = {True: "on", False: "off", None: "unknown"}
         return f"{self.name}, expandable segments {words[expandable_segments(self._index)]}"
 
-    def usage(self) -> Usage:
+    def room(self) -> Room:
         """See `Device`."""
+        free, total = torch.cuda.mem_get_info(self._index)
+        stats = torch.cuda.memory_stats(self._index)
+        return Room(
+            total=total,
+            free=free,
+            allocated=stats["allocated_bytes.all.current"],
+            reserved=stats["reserved_bytes.all.current"],
+        )
+
+    def usage(self) -> Usage:
+        """See `Device`. NVML takes milliseconds to answer."""
         free, total = torch.cuda.mem_get_info(self._index)
         stats = torch.cuda.memory_stats(self._index)
         own, others = (None, None) if self._nvml is None else self._nvml.shares()

@@ -5,8 +5,8 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """One moment. All numbers are bytes; None where nothing on this machine can tell."""
+class Room:
+    """What is taken and what is not, at one moment. All numbers are bytes."""
 
     total: int
     """Of the device."""
@@ -19,6 +19,11 @@ class Usage:
 
     reserved: int
     """Taken from the device by this process's allocator: `allocated`, and what it keeps for later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage(Room):
+    """The same, what was the most, and who has it; None where nothing on this machine can tell."""
 
     peak_allocated: int
     """The most that `allocated` was since the last `Device.reset_peak`."""
@@ -49,8 +54,12 @@ class Device(Protocol):
         """`name`, and what is set for its allocator that matters to others."""
         ...
 
+    def room(self) -> Room:
+        """Measure now. Waits for nothing that runs on the device, and asks nobody who takes long to answer."""
+        ...
+
     def usage(self) -> Usage:
-        """Measure now. Waits for nothing that runs on the device."""
+        """Measure now, as closely as can be. Waits for nothing that runs on the device."""
         ...
 
     def reset_peak(self) -> None:

@@ -4,7 +4,7 @@ import os
 from contextlib import suppress
 
 from wsync.memory import host
-from wsync.memory.device import Usage
+from wsync.memory.device import Room, Usage
 from wsync.memory.host_pool import pinned_bytes
 
 
@@ -21,6 +21,10 @@ class HostDevice:
     def describe(self) -> str:
         """See `Device`."""
         return self.name
+
+    def room(self) -> Room:
+        """See `Device`."""
+        return self.usage()
 
     def usage(self) -> Usage:
         """See `Device`."""

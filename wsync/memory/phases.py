@@ -220,7 +220,7 @@ class Phases:
         ]
         admit(
             phase,
-            self._device.usage(),
+            self._device,
             coming={**{name: self._nbytes(name) for name in coming}, **more},
             leaving={name: self._nbytes(name) for name in leaving},
             staying={name: nbytes for name, nbytes in self.present.items() if name not in leaving},
@@ -228,12 +228,12 @@ class Phases:
         )
 
     def _take(self, phase: str, step: Step) -> None:
-        before = self._device.usage()
+        before = self._device.room()
         self._everywhere(f"{step}: measured", lambda: None)
         began = time.monotonic()
         self._everywhere(str(step), lambda: self._act(step))
         seconds = time.monotonic() - began
-        after = self._device.usage()
+        after = self._device.room()
         freed = after.free - before.free
         if step.resident and self._known(step.resident) is None:
             together = next((some for some in self._together if step.resident in some), (step.resident,))

@@ -2,7 +2,7 @@
 
 from wsync.deadline import Deadline
 from wsync.errors import MemoryStateError
-from wsync.memory.device import Usage
+from wsync.memory.device import Room, Usage
 
 
 class FakeDevice:
@@ -56,6 +56,10 @@ class FakeDevice:
     def describe(self) -> str:
         """See `Device`."""
         return self.name
+
+    def room(self) -> Room:
+        """See `Device`."""
+        return self.usage()
 
     def usage(self) -> Usage:
         """See `Device`."""
