@@ -3,6 +3,7 @@
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from wsync.memory.ledger import Entry
 
 PARTS = ("generate", "score", "train", "sync")
 PHASES = ("rollout", "score", "train", "sync")
+FIELDS = [field.name for field in fields(Usage)]
 
 
 class PPOFacts:
@@ -63,6 +65,7 @@ class PPOFacts:
             lines.append(f"  {part:<9}{seconds:8.3f} s {seconds / whole:7.2%}")
         if self.ledger:
             lines.append(f"  of the sync, models and engine came and went in {self.seconds_moving:.3f} s")
+            lines.append(f"  and weights went from one to the other in {self.median('seconds_transfer'):.3f} s")
             lines.append(f"peak of the device, GiB{'first':>10}{'second':>10}{'most later':>12}")
         for phase, peaks in self.peaks.items():
             cells = [peaks[0], *(peaks[1:2] or [0]), max(peaks[2:], default=0)]
@@ -72,6 +75,6 @@ class PPOFacts:
 
 def _entry(row: Mapping[str, Any]) -> Entry:
     """A row of `Ledger.to_json` as what it was made of."""
-    usage = Usage(**{name: row[f"{name}_bytes"] for name in Usage.__slots__})
+    usage = Usage(**{name: row[f"{name}_bytes"] for name in FIELDS})
     plain = {name: row[name] for name in ("seconds", "at", "phase", "event")}
     return Entry(**plain, usage=usage, residents=row["residents_bytes"])

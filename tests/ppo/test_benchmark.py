@@ -28,7 +28,13 @@ def recorded(folder: Path, peaks: list[int]) -> PPOFacts:
             ledger.record(phase, "left", {})
     ledger.record("to rollout", "began", {})
     ledger.write_json(folder / "memory.json")
-    seconds = {"seconds_generate": 3.0, "seconds_score": 1.0, "seconds_train": 5.0, "seconds_sync": 1.0}
+    seconds = {
+        "seconds_generate": 3.0,
+        "seconds_score": 1.0,
+        "seconds_train": 5.0,
+        "seconds_sync": 1.0,
+        "seconds_transfer": 0.5,
+    }
     lines = [{"step": 0, "eval_reward": 1.0}]
     lines += [{"step": step, **seconds, "seconds": 10.0, "sync_share": 0.1} for step in range(len(peaks))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

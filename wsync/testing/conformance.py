@@ -20,7 +20,7 @@ from wsync.background import num_busy_threads
 from wsync.deadline import Deadline
 from wsync.errors import PeerError, SyncTimeout, UnsupportedError
 from wsync.testing import conformance_failures as failures
-from wsync.testing.actors import open_descriptors, resident_bytes
+from wsync.testing.actors import descriptors, open_descriptors, resident_bytes
 from wsync.testing.bench import BUCKET_BYTES, Bench, check_equal, expect
 from wsync.testing.chaos import POISON
 from wsync.testing.samples import fill_slot, plan_of, random_tensor, tensor_zoo, tiny_tensors
@@ -229,7 +229,6 @@ def check_nothing_left(bench: Bench) -> None:
     """A sync, a failed one, and a killed receiver leave no descriptor and no thread in this process."""
     tensors = tensor_zoo(18, 2 * BUCKET_BYTES)
     plan = plan_of(tensors, BUCKET_BYTES)
-    bench.deliver(tensors)  # starts what the first process of a kind starts for good
 
     def run() -> None:
         bench.deliver(tensors)
@@ -239,14 +238,16 @@ def check_nothing_left(bench: Bench) -> None:
                 with expect(PeerError):
                     bench.send(sender, plan, tensors)
 
+    run()  # starts what the first process of a kind, and its first failure, start for good
     gc.collect()
-    before = (open_descriptors(), num_busy_threads())
+    before, known = (open_descriptors(), num_busy_threads()), descriptors()
     run()
     gc.collect()
     patience = bench.deadline
     while (after := (open_descriptors(), num_busy_threads())) != before and time.monotonic() < patience.expires:
         pass  # a thread that has given its answer may not have ended
-    assert after == before, f"(descriptors, threads) were {before} and are {after}"
+    more = sorted((descriptors() - known).elements())
+    assert after == before, f"(descriptors, threads) were {before} and are {after}; new are {more}"
 
 
 TRANSPORT_CHECKS: tuple[Callable[[Bench], None], ...] = (

@@ -115,6 +115,8 @@ class Trainer(Hooks, ABC):
             self.on_step_end()
         whole = time.monotonic() - began
         self._report(rollouts)
+        if self.report is not None:
+            self._seconds["transfer"] = self.report.seconds
         seconds = {f"seconds_{name}": spent for name, spent in self._seconds.items()}
         return {**numbers, **seconds, "seconds": whole, "sync_share": self._seconds["sync"] / whole}
 
