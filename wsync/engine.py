@@ -53,7 +53,7 @@ class WorkerEngine(ABC):
         self._taking = 0
         self._patience_s = _PATIENCE_S
         self.read_seconds = 0.0
-        self._paused = False
+        self._paused = self._seen_awake = False
         self._resume_at_wake = False
         self._update: Background[Sequence[Mapping[str, Any]]] | None = None
 
@@ -166,7 +166,9 @@ class WorkerEngine(ABC):
 
     def begin(self, version: int, attempt: str, deadline: Deadline, *, digest: bool) -> None:
         """Start every worker's loop and return at once. Raises `EngineStateError` before any update call."""
-        self._require_weights(f"take version {version}")
+        if self._asleep or not self._seen_awake:  # `pause` has just looked: a look may be a call of the engine
+            self._require_weights(f"take version {version}")
+        self._seen_awake = False
         self._fence(f"take version {version}", deadline)
         if self._attempt is not None:
             raise EngineStateError(f"{self.name}: attempt {self._attempt} is not over yet; finish or abort it first")
@@ -250,6 +252,7 @@ class WorkerEngine(ABC):
     def pause(self, mode: PauseMode, deadline: Deadline) -> None:
         """Stop generating. Raises `UnsupportedError` for a mode that the engine does not have."""
         self._require_weights("be paused for a sync")
+        self._seen_awake = True
         before, self._paused = self._paused, True
         self.guard(self._reason_not_to_serve())
         try:
