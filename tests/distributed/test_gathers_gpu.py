@@ -1,17 +1,21 @@
-"""FSDP2 shards on several GPUs, gathered over NCCL: into engines of every rank and of one, and when a rank fails."""
+"""Shards of FSDP2 and ZeRO-3 on several GPUs, gathered over NCCL, into engines of every rank and of one; failures."""
 
 import os
 import signal
 import tempfile
 import time
+from importlib import import_module
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM
 
 import wsync
+from tests.distributed.deepspeed_engines import Kind
 from tests.distributed.test_sync_ranks import check_engine, llama
 from wsync.adapters.engines.hf import HFEngine
 from wsync.adapters.trainers.sharded import ShardedProducer
@@ -87,6 +91,33 @@ def one_rank_owns_an_engine(me: Rank) -> str:
     return report.transport
 
 
+def zero3_into_engines_of_every_rank(me: Rank) -> int:
+    """DeepSpeed's partitions on GPUs, which it gathers over NCCL itself, in a group of its own."""
+    torch.cuda.set_device(me.rank)
+    dist.destroy_process_group()
+    store = PrefixStore("with nccl", me.store)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=me.rank, world_size=me.world_size)
+    os.environ.update(LOCAL_RANK=str(me.rank), RANK=str(me.rank), WORLD_SIZE=str(me.world_size), DS_ACCELERATOR="cuda")
+    deepspeed = import_module("deepspeed")
+    config = Kind(stage=3).config
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = LlamaForCausalLM(llama(1).config)
+    actor, *_ = deepspeed.initialize(
+        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), config=config
+    )
+    engine = llama(100 + me.rank).to("cuda")
+    with wsync.connect(actor, engine, config=CONFIG) as session:
+        for seed in (2, 3):
+            full = dict(llama(seed).named_parameters())
+            with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(full[name])
+            report = session.sync()
+            for name, parameter in engine.named_parameters():
+                assert torch.equal(parameter.cpu(), full[name]), name
+    return report.tensors
+
+
 def a_rank_is_killed(me: Rank) -> tuple[str, float, bool]:
     """SIGKILL of rank 1 where rank 0 waits for its shards on the device: what that hears, when, and if it is well."""
     actor = sharded(me, 1)
@@ -149,6 +180,12 @@ def both_on_one_device(me: Rank) -> str:
 def test_an_engine_on_every_rank(dtype: torch.dtype) -> None:
     for second, third in run_ranks(every_rank_owns_an_engine, 2, dtype, timeout_s=120):
         assert second == third
+
+
+def test_zero3_partitions_on_gpus() -> None:
+    pytest.importorskip("deepspeed")
+    first, second = run_ranks(zero3_into_engines_of_every_rank, 2, timeout_s=180)
+    assert first == second > 20
 
 
 def test_an_engine_on_one_rank() -> None:
