@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -199,24 +198,23 @@ class Group:
 
         None are if something else has settled the round.
         """
-        links, at, known, left = self._links, self._at, 0, 0
+        links, at, known = self._links, self._at, 0
+
+        def news() -> bool:
+            return links.settled(at) or len(links.gone) > known
+
         while (left_s := deadline.expires - time.monotonic()) > 0:
             unmet = links.unmet
-            news = partial(self._settled_without, at, left)
-            if links.wait(news, min(left_s, _LOOK_S) if unmet else left_s, known):
+            if links.wait_for(news, min(left_s, _LOOK_S) if unmet else left_s):
                 if links.settled(at):
                     return []
-                known, left = len(links.lost), len(links.left)
+                known = len(links.gone)
                 missing = links.missing(at)
-                if set(missing).intersection((*links.lost, *links.left)):
+                if links.gone.intersection(missing):
                     return missing
             elif unmet and (failed := self._words(unmet)):
                 return list(failed)
         return links.missing(at)
-
-    def _settled_without(self, at: At, left: int) -> bool:
-        """Whether a round is settled, or more than `left` ranks have closed their group."""
-        return self._links.settled(at) or len(self._links.left) > left
 
     def _without(self, absent: Sequence[int], phase: str, deadline: Deadline) -> RankError:
         """What to raise as `absent` do not come, once the others know."""
@@ -317,7 +315,7 @@ class Group:
         links = self._links
         call.add_done_callback(links.notify)
         try:
-            links.wait(lambda: call.done, deadline.remaining(call.name) + _GRACE_S)
+            links.wait_for(lambda: call.done or bool(links.lost), deadline.remaining(call.name) + _GRACE_S)
             if not call.done and links.lost:
                 raise self._death(sorted(links.lost), f"during {call.name}")
             return call.result(deadline.restart() if call.done else deadline)
@@ -326,7 +324,7 @@ class Group:
             raise
         except RuntimeError as error:
             self.reset()
-            if links.wait(lambda: False, _GRACE_S):
+            if links.wait_for(lambda: bool(links.lost), _GRACE_S):
                 raise self._death(sorted(links.lost), f"during {call.name}") from error
             raise TransportError(
                 f"rank {self.rank}: {call.name} broke or passed its deadline of {deadline.timeout_s:g} s: {error}"

@@ -57,10 +57,10 @@ class OtherRank(RankLinks):
         if link is None or not self._met:
             return [] if self.settled(at) else [0]
         say(link, ("ask", *at))
-        self.wait(lambda: self.settled(at) or self._answer(at) is not None or 0 in self.lost, _ASK_S, self._world_size)
+        self.wait_for(lambda: self.settled(at) or self._answer(at) is not None or 0 in self.lost, _ASK_S)
         here = self._answer(at)
         if here is not None and len(here) == self._world_size:  # rank 0 is about to tell
-            self.wait(lambda: self.settled(at) or 0 in self.lost, _ASK_S, self._world_size)
+            self.wait_for(lambda: self.settled(at) or 0 in self.lost, _ASK_S)
             here = None
         if self.settled(at):
             return []

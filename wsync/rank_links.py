@@ -113,13 +113,18 @@ class RankLinks(ABC):
     def give_over(self, call: int, absent: Sequence[int]) -> None:
         """Nobody is to begin this call any more."""
 
-    def wait(self, done: Callable[[], bool], timeout_s: float, known: int = 0) -> bool:
-        """Wait until `done()` or more than `known` ranks are lost; False after `timeout_s`. See `notify`."""
+    @property
+    def gone(self) -> set[int]:
+        """Ranks that are lost or have left: nothing comes from them."""
+        return {*self.lost, *self.left}
+
+    def wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `done()`; False after `timeout_s`. See `notify`."""
         with self.changed:
-            return self.changed.wait_for(lambda: done() or len(self.lost) > known, timeout_s)
+            return self.changed.wait_for(done, timeout_s)
 
     def notify(self) -> None:
-        """Let `wait` look again: what `done` says may have changed."""
+        """Let `wait_for` look again: what `done` says may have changed."""
         with self.changed:
             self.changed.notify_all()
 

@@ -63,7 +63,7 @@ class RankZero(RankLinks):
             telling = self._told == at  # on the thread that listens
             missing = [rank for rank in range(self._world_size) if rank not in self._posts.get(at, ())]
         if telling:
-            self.wait(lambda: self.settled(at), FOREVER_S, self._world_size)
+            self.wait_for(lambda: self.settled(at), FOREVER_S)
         return [] if self.settled(at) else missing
 
     def give_over(self, call: int, absent: Sequence[int]) -> None:
