@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -231,6 +232,45 @@ def give_up_and_close(me: Rank) -> str:
     return words
 
 
+def wait_until_stopped(pid: int) -> None:
+    patience = Deadline.after(20)
+    while Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "T":
+        patience.remaining("the other rank to stop")
+
+
+def one_is_stopped(me: Rank, culprit: int) -> str:
+    """The culprit stops in a round: what others say is more than its socket takes. It is woken by one of them then.
+
+    Without rank 0 there is no round. Any other rank has said what it had to say, and the rest can do without it.
+    """
+    group, long, waker = group_of(me), bytes([me.rank]) * (24 << 20), 1 - culprit
+    group.round("connect", None, Deadline.after(20))
+    if me.rank == culprit:
+        me.store.set("stopped", str(os.getpid()))
+        if culprit:
+            group._post({"phase": "begin", "message": None, "error": None})
+        os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+        return "woken"
+    meet_when(me, "stopped")
+    pid = int(me.store.get("stopped"))
+    wait_until_stopped(pid)
+    started, words = time.monotonic(), "went on"
+    try:
+        group.round("begin", long, Deadline.after(2))
+    except RankError as error:
+        words = f"{error.ranks} {error}"
+    seconds = time.monotonic() - started
+    if me.rank == waker:
+        meet_when(me, "waited")
+        os.kill(pid, signal.SIGCONT)
+    else:
+        me.store.set("waited", "")
+    dist.barrier()
+    assert seconds < 8, seconds
+    return words
+
+
 def one_message_is_too_long(me: Rank) -> str:
     group = group_of(me)
     group.round("connect", None, Deadline.after(20))
@@ -307,6 +347,16 @@ def test_who_gives_up_first_tells_the_others_who_is_missing() -> None:
     first, _, third = run_ranks(give_up_and_close, 3, timeout_s=60)
     assert first.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
     assert third.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_rank_that_is_stopped_keeps_nobody_beyond_the_deadline(culprit: int) -> None:
+    words = run_ranks(one_is_stopped, 3, culprit, timeout_s=60)
+    assert words.pop(culprit) == "woken"
+    if culprit:
+        assert words == ["went on"] * 2
+    else:
+        assert all(said.startswith("(0,) trainer rank(s) [0] did not reach phase 'begin'") for said in words)
 
 
 def test_a_message_that_is_too_long_is_heard_of_by_the_others() -> None:
