@@ -20,6 +20,7 @@ from wsync import wire
 from wsync.background import Background
 from wsync.deadline import Deadline
 from wsync.errors import ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError, WsyncError
+from wsync.letters import Letters
 from wsync.mailbox import Mailbox
 from wsync.other_rank import OtherRank
 from wsync.rank_links import At, RankLinks
@@ -30,9 +31,6 @@ T = TypeVar("T")
 _GRACE_S = 1.0
 """How much longer a transfer's own thread is waited for, so that its words come through."""
 
-
-_STORE_S = 2.0
-"""How long the store is waited for, where that is not what a rank is here for."""
 
 _LOOK_S = 0.5
 """How often a rank looks there for the words of those that it has not met."""
@@ -58,7 +56,7 @@ class Group:
         self._step = 0
         self._posted: At | None = None
         self._data: dist.ProcessGroup | None = None
-        self._mailbox = Mailbox(store) if store is not None else None
+        self._written = Letters(Mailbox(store), rank, world_size) if store is not None else None
         self._links: RankLinks = OtherRank(rank, world_size, store) if rank else RankZero(world_size, store)
         if world_size > 1:
             weakref.finalize(self, _close, self._links).atexit = False  # an exit without close is a death to the others
@@ -114,8 +112,7 @@ class Group:
                 self._step += self._posted == self._at  # interrupted in a round: its message has been told, perhaps
                 self._post({"phase": phase, "message": None, "error": words})
             with suppress(Exception):
-                letter = {"words": words, "of another": isinstance(error, RankError)}
-                self._letters().put_soon(self._letter(self.rank), letter, Deadline.after(_STORE_S))
+                self._letters().leave(self.call, words, of_another=isinstance(error, RankError))
 
     def transfer(
         self,
@@ -186,9 +183,10 @@ class Group:
             if absent:
                 raise self._without(absent, phase, deadline)
             if trouble:
-                words = self._words([0])
+                words = self._letters().words(self.call, [0])
                 raise _stopped(phase, words) if words else trouble
         self._step += 1
+        self._letters().withdraw(self.call)
         replies = [_opened(rank, message) for rank, message in enumerate(messages)]
         self._check(phase, replies)
         return replies
@@ -212,33 +210,19 @@ class Group:
                 missing = links.missing(at)
                 if links.gone.intersection(missing):
                     return missing
-            elif unmet and (failed := self._words(unmet)):
+            elif unmet and (failed := self._letters().words(self.call, unmet)):
                 return list(failed)
         return links.missing(at)
 
     def _without(self, absent: Sequence[int], phase: str, deadline: Deadline) -> RankError:
         """What to raise as `absent` do not come, once the others know."""
-        words = self._words(absent)
+        words = self._letters().words(self.call, absent)
         error = _stopped(phase, words) if words else self._absence(phase, absent, deadline)
         if not self._step:
             self._links.give_over(self.call, absent)
         self._step += 1
         self.report(phase, error)
         return error
-
-    def _words(self, ranks: Sequence[int]) -> Mapping[int, object]:
-        """Why those of `ranks` failed that left word in the store about this call, or another of which they tell."""
-        found = self._read(ranks)
-        if found and all(letter["of another"] for letter in found.values()):
-            found = self._read(range(self.world_size))
-        own = {rank: letter for rank, letter in found.items() if not letter["of another"]}
-        return {rank: letter["words"] for rank, letter in (own or found).items()}
-
-    def _read(self, ranks: Sequence[int]) -> Mapping[int, Mapping[str, object]]:
-        letters: Sequence[Any] = ()
-        with suppress(RuntimeError, SyncTimeout):
-            letters = self._letters().get_soon([self._letter(rank) for rank in ranks], Deadline.after(_STORE_S))
-        return {rank: letter for rank, letter in zip(ranks, letters, strict=False) if letter is not None}
 
     def _absence(self, phase: str, missing: Sequence[int], deadline: Deadline) -> RankError:
         dead = sorted(set(missing).intersection(self._links.lost))
@@ -275,7 +259,7 @@ class Group:
             )
 
     def _post(self, envelope: dict[str, object]) -> None:
-        self._links.start(self._letters())
+        self._links.start(self._letters().mailbox)
         self._links.post(self._at, wire.pack(envelope))
         self._posted = self._at
 
@@ -283,13 +267,10 @@ class Group:
     def _at(self) -> At:
         return self.call, self._step
 
-    def _letter(self, rank: int) -> str:
-        return f"failed/{self.call}/{rank}"
-
-    def _letters(self) -> Mailbox:
+    def _letters(self) -> Letters:
         self._private_store()
-        assert self._mailbox is not None
-        return self._mailbox
+        assert self._written is not None
+        return self._written
 
     def _private_store(self) -> Store:
         if self._store is None:

@@ -56,6 +56,40 @@ def fail_on_rank_one(me: Rank) -> tuple[str, bool]:
     return words, trainer_group_works(me)
 
 
+def fail_in_many_ways(me: Rank) -> tuple[int, int]:
+    """Keys that four calls have left in the store which each failed in another way, before and after one that did not.
+
+    One fails before it has met anybody, one stays away, one fails in the middle, all fail at once.
+    """
+    group = Group(me.rank, me.world_size, PrefixStore("session", me.store), 20.0)
+    first = me.rank == 1
+
+    def call(mine: BaseException | None, timeout_s: float = 20.0) -> None:
+        with pytest.raises((RankError, ValueError)):
+            group.agree("begin", mine, Deadline.after(timeout_s))
+
+    group.enter()
+    call(ValueError("at the door") if first else None)
+    if not first:
+        group.enter()
+        call(None, 1.0)
+    dist.barrier()
+    group.enter()
+    group.round("begin", None, Deadline.after(20))
+    dist.barrier()
+    clean = me.store.num_keys()
+    dist.barrier()
+    call(ValueError("in the middle") if first else None)
+    group.enter()
+    call(ValueError("everybody"))
+    dist.barrier()
+    before = me.store.num_keys()
+    group.enter()
+    group.round("begin", None, Deadline.after(20))
+    dist.barrier()
+    return before - clean, me.store.num_keys() - clean
+
+
 def stray(me: Rank) -> str:
     group = group_of(me)
     try:
@@ -220,7 +254,7 @@ def give_up_and_close(me: Rank) -> str:
     words = "stayed away"
     if me.rank != 1:
         group = group_of(me)
-        group._links.start(group._letters())
+        group._links.start(group._letters().mailbox)
         patience, stays_away = Deadline.after(20), {1}
         while not stays_away.issuperset(group._links.unmet):
             patience.remaining("the other rank that comes")
@@ -292,6 +326,12 @@ def test_a_failure_is_heard_and_named_and_the_trainers_group_goes_on() -> None:
     assert own == "the shard is gone"
     assert fine
     assert fine_too
+
+
+def test_words_about_calls_that_are_over_leave_the_store() -> None:
+    for failed, then in run_ranks(fail_in_many_ways, 3, timeout_s=60):
+        assert failed == 1 + 3
+        assert then == 0
 
 
 def test_ranks_in_different_phases_are_told_apart() -> None:
