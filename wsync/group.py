@@ -44,6 +44,7 @@ class Group:
         world_size: number of trainer ranks; 1 makes every method local.
         timeout_s: longest wait, in seconds, for other ranks in one transfer.
         call: number of the collective call; the same on every rank once a round of it has succeeded.
+        letters: what this rank has left in the store; None in a world of one.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store | None, timeout_s: float) -> None:
@@ -56,7 +57,7 @@ class Group:
         self._step = 0
         self._posted: At | None = None
         self._data: dist.ProcessGroup | None = None
-        self._written = Letters(Mailbox(store), rank, world_size) if store is not None else None
+        self.letters = Letters(Mailbox(store), rank, world_size) if store is not None else None
         self._links: RankLinks = OtherRank(rank, world_size, store) if rank else RankZero(world_size, store)
         if world_size > 1:
             weakref.finalize(self, _close, self._links).atexit = False  # an exit without close is a death to the others
@@ -149,6 +150,11 @@ class Group:
     def reset(self) -> None:
         """Drop the data communicator. The next transfer builds one, which every rank must then do."""
         self._data = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._links.closed
 
     def close(self) -> None:
         """Drop the communicator and hang up."""
@@ -269,8 +275,8 @@ class Group:
 
     def _letters(self) -> Letters:
         self._private_store()
-        assert self._written is not None
-        return self._written
+        assert self.letters is not None
+        return self.letters
 
     def _private_store(self) -> Store:
         if self._store is None:

@@ -1,5 +1,6 @@
 """Why ranks failed, left in the store for those whom no link tells: they have not met, or come when it is gone."""
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -42,8 +43,8 @@ class Letters:
         own = {rank: letter for rank, letter in found.items() if not letter["of another"]}
         return {rank: letter["words"] for rank, letter in (own or found).items()}
 
-    def withdraw(self, before: int) -> None:
-        """Take back what this rank left about calls before that one, to which all ranks have come. Never raises."""
+    def withdraw(self, before: float = math.inf) -> None:
+        """Take back what this rank left about calls before that one, in which nobody is any more. Never raises."""
         over = {call for call in self._left if call < before}
         if over:
             self._left -= over
