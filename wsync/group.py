@@ -213,9 +213,8 @@ class Group:
                 if links.settled(at):
                     return []
                 known = len(links.gone)
-                missing = links.missing(at)
-                if links.gone.intersection(missing):
-                    return missing
+                if never := sorted(links.gone.intersection(links.missing(at))):
+                    return never  # others may be slower
             elif unmet and (failed := self._letters().words(self.call, unmet)):
                 return list(failed)
         return links.missing(at)
