@@ -19,12 +19,21 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from wsync import wire
 from wsync.background import Background
 from wsync.deadline import Deadline
-from wsync.errors import ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError, WsyncError
+from wsync.errors import (
+    PeerError,
+    ProtocolError,
+    RankError,
+    SyncTimeout,
+    TransportError,
+    UnsupportedError,
+    WsyncError,
+)
 from wsync.letters import Letters
 from wsync.mailbox import Mailbox
 from wsync.other_rank import OtherRank
 from wsync.rank_links import At, RankLinks
 from wsync.rank_zero import RankZero
+from wsync.replies import first_line
 
 T = TypeVar("T")
 
@@ -113,7 +122,20 @@ class Group:
                 self._step += self._posted == self._at  # interrupted in a round: its message has been told, perhaps
                 self._post({"phase": phase, "message": None, "error": words})
             with suppress(Exception):
-                self._letters().leave(self.call, words, of_another=isinstance(error, RankError))
+                self._letters().leave(self.call, words, error)
+
+    def blame(self, error: BaseException) -> None:
+        """Raise `RankError` from a `PeerError` of which another rank may be the cause: it died, or failed by itself.
+
+        A peer that serves several ranks hears that one of them is gone, and not why.
+        """
+        if isinstance(error, PeerError) and self.world_size > 1:
+            if self._links.lost:
+                raise self._death(sorted(self._links.lost), f"in wsync call {self.call}") from error
+            reasons = self._letters().reasons(self.call)
+            if reasons:
+                heard = f"this rank heard of it as {type(error).__name__}: {first_line(error)}"
+                raise RankError(f"{_said(reasons)}; {heard}", list(reasons)) from error
 
     def transfer(
         self,
@@ -318,8 +340,11 @@ class Group:
 
 
 def _stopped(phase: str, words: Mapping[int, object]) -> RankError:
-    said = "; ".join(f"rank {rank}: {text}" for rank, text in words.items())
-    return RankError(f"stopped before phase {phase!r}: {said}", list(words))
+    return RankError(f"stopped before phase {phase!r}: {_said(words)}", list(words))
+
+
+def _said(words: Mapping[int, object]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in words.items())
 
 
 def _opened(rank: int, message: bytes) -> dict[str, object]:

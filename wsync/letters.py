@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from wsync.deadline import Deadline
-from wsync.errors import SyncTimeout
+from wsync.errors import PeerError, RankError, SyncTimeout
 from wsync.mailbox import Mailbox
 
 _STORE_S = 2.0
@@ -26,13 +26,14 @@ class Letters:
         self._rank, self._world_size = rank, world_size
         self._left: set[int] = set()
 
-    def leave(self, call: int, words: str, *, of_another: bool) -> None:
-        """Say why this rank gave `call` up. `of_another`: another rank told it, and may have said why itself.
+    def leave(self, call: int, words: str, error: BaseException) -> None:
+        """Say why this rank gave `call` up. Of a `RankError` or `PeerError` another rank may have more to say.
 
         Raises as `Mailbox.put_soon`.
         """
         self._left.add(call)
-        letter = {"words": words, "of another": of_another}
+        own = not isinstance(error, (RankError, PeerError))
+        letter = {"words": words, "of another": isinstance(error, RankError), "own": own}
         self.mailbox.put_soon(_key(call, self._rank), letter, Deadline.after(_STORE_S))
 
     def words(self, call: int, ranks: Sequence[int]) -> Mapping[int, object]:
@@ -42,6 +43,11 @@ class Letters:
             found = self._read(call, range(self._world_size))
         own = {rank: letter for rank, letter in found.items() if not letter["of another"]}
         return {rank: letter["words"] for rank, letter in (own or found).items()}
+
+    def reasons(self, call: int) -> Mapping[int, object]:
+        """Why ranks gave `call` up that had a reason of their own."""
+        found = self._read(call, range(self._world_size))
+        return {rank: letter["words"] for rank, letter in found.items() if letter["own"]}
 
     def withdraw(self, before: float = math.inf) -> None:
         """Take back what this rank left about calls before that one, in which nobody is any more. Never raises."""

@@ -162,6 +162,8 @@ class Session:
             pause_seconds = self._transfer(version, attempt, watch)
         except BaseException as error:
             self._give_up(attempt, error)
+            if self._agreement.turns is not None:
+                self._group.blame(error)
             raise
         finally:
             self._producer.close()

@@ -58,7 +58,7 @@ def one_closes_as_another_is_slow(me: Rank) -> str:
     if me.rank == 1:
         group.close()
     elif me.rank == 2:
-        group._letters().leave(group.call, "RankError: rank 1 closed", of_another=True)
+        group._letters().leave(group.call, "RankError: rank 1 closed", RankError("closed"))
         me.store.set("blamed", "")
     else:
         meet_when(me, "blamed")

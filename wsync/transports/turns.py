@@ -1,10 +1,12 @@
 """Several senders that take turns, as one receiver."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
 from wsync.deadline import Deadline
+from wsync.errors import PeerError
 from wsync.plan import Bucket, Plan
 from wsync.protocols import Receiver
 
@@ -28,7 +30,10 @@ class TurnsReceiver:
         }
         for bucket in plan.buckets:
             assert bucket.sender is not None
-            yield next(arriving[bucket.sender])
+            with _naming(bucket.sender):
+                item = next(arriving[bucket.sender])
+            yield item
+            del item
         for rest in arriving.values():
             next(rest, None)  # releases the last one
 
@@ -41,3 +46,12 @@ class TurnsReceiver:
         """See `wsync.Receiver`."""
         for receiver in self._receivers:
             receiver.close()
+
+
+@contextmanager
+def _naming(rank: int) -> Iterator[None]:
+    """Whoever hears of a sender that is gone, perhaps from another one, hears which it was."""
+    try:
+        yield
+    except PeerError as error:
+        raise PeerError(f"sender of trainer rank {rank}: {error.args[0]}", error.remote_traceback) from error
