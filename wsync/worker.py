@@ -42,7 +42,7 @@ from wsync.state import State, StateMachine
 from wsync.targets import all_held
 from wsync.traits import cuda_devices
 from wsync.transports.nothing import NoReceiver
-from wsync.transports.turns import TurnsReceiver
+from wsync.transports.turns import SteppingReceiver, TurnsReceiver
 from wsync.verify import check_launch_weights
 
 Message = Mapping[str, Any]
@@ -201,7 +201,9 @@ class Worker:
             for receiver in receivers:
                 receiver.close()
             raise
-        return receivers[0] if len(receivers) == 1 else TurnsReceiver(receivers)
+        if len(receivers) == 1:
+            return receivers[0]
+        return TurnsReceiver(cast("Sequence[SteppingReceiver]", receivers))
 
     def _probe(self, message: Message) -> Message:
         return {"reason": unreadable(cast("Sequence[Probe]", message["probes"]), self._loader.endpoint())}
