@@ -154,10 +154,11 @@ class WorkerEngine(ABC):
         """See `wsync.protocols.pull.PullingEngine`."""
         return [str(reply["reason"]) for reply in self._ask("probe", {"probes": list(probes)}, deadline)]
 
-    def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> float:
+    def take_exports(self, exports: Sequence[Export], address: str, deadline: Deadline) -> float:
         """See `wsync.protocols.pull.PullingEngine`."""
         self._fence("hear of exports", deadline)
-        return max(float(reply["seconds"]) for reply in self._ask("exports", {"exports": list(exports)}, deadline))
+        message = {"exports": list(exports), "address": address}
+        return max(float(reply["seconds"]) for reply in self._ask("exports", message, deadline))
 
     @property
     def attachment(self) -> str | None:

@@ -10,6 +10,7 @@ import torch
 from wsync.background import Background
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
+from wsync.errors import EngineStateError, first_five
 from wsync.group import Group
 from wsync.plan import Plan
 from wsync.protocols import Engine, Sender, Ticket
@@ -33,6 +34,13 @@ class Line:
         """Whether no other session has attached one of the engines to itself meanwhile."""
         address = self.sender.ticket().address
         return all(engine.attachment == address for engine in self.engines)
+
+
+def check_intact(lines: Sequence[Line]) -> None:
+    """Raise `EngineStateError` if another session has attached engines of `lines` to itself meanwhile."""
+    lost = [engine.name for line in lines if not line.intact for engine in line.engines]
+    if lost:
+        raise EngineStateError(f"{first_five(lost)}: another session took the engine since this one began; sync again")
 
 
 def open_lines(

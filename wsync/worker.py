@@ -6,7 +6,7 @@
     describe  specs, void                          manifest
     attach    plan, tickets, first_index, timeout_s, void
     probe     probes                               reason
-    exports   exports                              seconds
+    exports   exports, address                     seconds
     update    version, attempt, timeout_s, digest, void  digests, seconds, pulled_nbytes
     publish   version, attempt, timeout_s          version, read_seconds
     abort     attempt, timeout_s                   state
@@ -213,6 +213,8 @@ class Worker:
         attachment, exports = self._attachment, cast("Sequence[Export]", message["exports"])
         if attachment is None or attachment.plan.pulled is None:
             raise EngineStateError("no plan is attached that has anything to pull")
+        if attachment.address != message["address"]:
+            raise EngineStateError("another session took the engine since this one attached it; sync again")
         bucket, watch = attachment.plan.pulled, Stopwatch()
         steps = attachment.routine.steps[bucket.index]
         if attachment.sources is not None:
