@@ -16,18 +16,16 @@ from wsync.deadline import Deadline
 from wsync.device_work import order_after, queued
 from wsync.errors import ConfigError, MismatchError, PeerError
 from wsync.group import Group
+from wsync.meeting import meeting
 from wsync.memory.manager import MemoryManager
 from wsync.protocols import Engine, Producer
 from wsync.report import SyncReport
 from wsync.session import Session
-from wsync.trainer_ranks import group_of, new_group, trainer_ranks
+from wsync.trainer_ranks import trainer_ranks
 
 _sessions: dict[tuple[Hashable, ...], Session] = {}
 _watched: set[tuple[Hashable, ...]] = set()
 """Keys of `_sessions` whose objects already have a finalizer."""
-
-_meetings: list[tuple[Store, Group]] = []
-"""Where the ranks of the present default process group meet at every `sync`; at most one."""
 
 
 def sync(
@@ -100,7 +98,8 @@ def connect(
         actor, engine, config: as for `sync`.
         rank, world_size, store: the trainer's ranks, if torch.distributed is not initialised or should not be used;
             all three or none. `store` is any torch store that all ranks reach; they also reach rank 0, at the address
-            that it has on the way to the store (with a store in files: all of them on one host).
+            that it has on the way to the store (with a store in files: all of them on one host). Pass the same object
+            each time: a rank that missed a call meets the others in their next one over it.
 
     Raises:
         UnsupportedError: no adapter or no transport fits; the message lists what was seen and what is supported.
@@ -108,7 +107,10 @@ def connect(
         ConfigError, RankError, SyncTimeout, EngineStateError, PeerError: see `wsync.errors`.
     """
     settings = _settings(config)
-    return _connect(actor, engine, settings, new_group("connect", settings.timeout_s, rank, world_size, store))
+    rank, world_size, store = trainer_ranks(rank, world_size, store)
+    before = meeting("connect", rank, world_size, store, settings.timeout_s)
+    number, _ = before.come(None, Deadline.after(settings.timeout_s))
+    return _connect(actor, engine, settings, before.group(number, store, settings.timeout_s))
 
 
 def _connect(actor: object, engine: object, config: SyncConfig, group: Group) -> Session:
@@ -172,13 +174,12 @@ def _session_of(actor: object, engine: object, config: SyncConfig) -> tuple[tupl
     found = _sessions.get(key)
     known = found if found is not None and found.config == config and not found.closed else None
     rank, world_size, store = trainer_ranks(None, None, None)
-    meeting = _meeting(rank, world_size, store, config.timeout_s)
-    meeting.enter()
-    tokens = meeting.round("sync", known.token if known is not None else "", Deadline.after(config.timeout_s))
+    before = meeting("sync", rank, world_size, store, config.timeout_s)
+    number, tokens = before.come(known.token if known is not None else "", Deadline.after(config.timeout_s))
     if known is not None and set(tokens) == {known.token}:
         return key, known
     _drop(key)
-    group = group_of(rank, world_size, store, f"sync/{meeting.call}", config.timeout_s)
+    group = before.group(number, store, config.timeout_s)
     session = _connect(_weakly(actor, Producer), [_weakly(one, Engine) for one in engines], config, group)
     _sessions[key] = session
     if key not in _watched:
@@ -210,15 +211,6 @@ def _forget(key: tuple[Hashable, ...]) -> None:
     session = _sessions.pop(key, None)
     if session is not None:
         Background("a session to close", session.close)
-
-
-def _meeting(rank: int, world_size: int, store: Store | None, timeout_s: float) -> Group:
-    """The group in which ranks compare sessions. It outlives sessions, so that all count the same calls."""
-    if store is None:
-        return Group(rank, world_size, None, timeout_s)
-    if not _meetings or _meetings[0][0] is not store:
-        _meetings[:] = [(store, new_group("meeting", timeout_s, rank, world_size, store))]
-    return _meetings[0][1]
 
 
 def _weakly(one: object, contract: type) -> Any:

@@ -154,10 +154,11 @@ class WorkerEngine(ABC):
         """See `wsync.protocols.pull.PullingEngine`."""
         return [str(reply["reason"]) for reply in self._ask("probe", {"probes": list(probes)}, deadline)]
 
-    def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> float:
+    def take_exports(self, exports: Sequence[Export], address: str, deadline: Deadline) -> float:
         """See `wsync.protocols.pull.PullingEngine`."""
         self._fence("hear of exports", deadline)
-        return max(float(reply["seconds"]) for reply in self._ask("exports", {"exports": list(exports)}, deadline))
+        message = {"exports": list(exports), "address": address}
+        return max(float(reply["seconds"]) for reply in self._ask("exports", message, deadline))
 
     @property
     def attachment(self) -> str | None:
@@ -174,13 +175,14 @@ class WorkerEngine(ABC):
             raise EngineStateError(f"{self.name}: attempt {self._attempt} is not over yet; finish or abort it first")
         if version <= self.last_version():
             raise EngineStateError(f"{self.name} was given version {self._newest}; {version} is not newer")
-        message = {"version": version, "attempt": attempt, "timeout_s": deadline.timeout_s, "digest": digest}
-        message |= {"void": self._void}
         self._attempt, self._taking = attempt, version
+        asked = {"version": version, "attempt": attempt, "digest": digest, "void": self._void}
         try:
             self.guard(self._reason_not_to_serve())
             work = f"{self.name} to load version {version}"
-            self._update = Background(work, lambda: self._ask("update", message, None))
+            self._update = Background(
+                work, lambda: self._ask("update", {**asked, "timeout_s": deadline.timeout_s}, None)
+            )
         except BaseException:  # no thread, say
             self._attempt, self._abandoned = None, attempt
             self.guard(self._reason_not_to_serve())

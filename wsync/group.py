@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,18 +18,18 @@ from wsync import wire
 from wsync.background import Background
 from wsync.deadline import Deadline
 from wsync.device_transfers import DeviceTransfers, invite
-from wsync.errors import ProtocolError, RankError, SyncTimeout, UnsupportedError, WsyncError
+from wsync.errors import PeerError, ProtocolError, RankError, UnsupportedError, WsyncError
 from wsync.host_transfers import HostTransfers
+from wsync.letters import Letters
 from wsync.mailbox import Mailbox
 from wsync.other_rank import OtherRank
 from wsync.rank_links import At, RankLinks
 from wsync.rank_zero import RankZero
+from wsync.replies import first_line
 from wsync.transfers import Messages, Transfers
 
 T = TypeVar("T")
 
-_STORE_S = 2.0
-"""How long the store is waited for, where that is not what a rank is here for."""
 
 _LOOK_S = 0.5
 """How often a rank looks there for the words of those that it has not met."""
@@ -44,6 +43,7 @@ class Group:
         world_size: number of trainer ranks; 1 makes every method local.
         timeout_s: longest wait, in seconds, for other ranks in one transfer.
         call: number of the collective call; the same on every rank once a round of it has succeeded.
+        letters: what this rank has left in the store; None in a world of one.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store | None, timeout_s: float) -> None:
@@ -56,7 +56,7 @@ class Group:
         self._step = 0
         self._posted: At | None = None
         self._transfers: Transfers | None = None
-        self._mailbox = Mailbox(store) if store is not None else None
+        self.letters = Letters(Mailbox(store), rank, world_size) if store is not None else None
         self._links: RankLinks = OtherRank(rank, world_size, store) if rank else RankZero(world_size, store)
         if world_size > 1:
             weakref.finalize(self, _close, self._links).atexit = False  # an exit without close is a death to the others
@@ -112,8 +112,20 @@ class Group:
                 self._step += self._posted == self._at  # interrupted in a round: its message has been told, perhaps
                 self._post({"phase": phase, "message": None, "error": words})
             with suppress(Exception):
-                letter = {"words": words, "of another": isinstance(error, RankError)}
-                self._letters().put_soon(self._letter(self.rank), letter, Deadline.after(_STORE_S))
+                self._letters().leave(self.call, words, error)
+
+    def blame(self, error: BaseException) -> None:
+        """Raise `RankError` from a `PeerError` of which another rank may be the cause: it died, or failed by itself.
+
+        A peer that serves several ranks hears that one of them is gone, and not why.
+        """
+        if isinstance(error, PeerError) and self.world_size > 1:
+            if self._links.lost:
+                raise self._death(sorted(self._links.lost), f"in wsync call {self.call}") from error
+            reasons = self._letters().reasons(self.call)
+            if reasons:
+                heard = f"this rank heard of it as {type(error).__name__}: {first_line(error)}"
+                raise RankError(f"{_said(reasons)}; {heard}", list(reasons)) from error
 
     def transfer(
         self,
@@ -150,6 +162,11 @@ class Group:
         if transfers is not None:
             transfers.close()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._links.closed
+
     def close(self) -> None:
         """Drop the communicator and hang up."""
         self.reset()
@@ -183,9 +200,10 @@ class Group:
             if absent:
                 raise self._without(absent, phase, deadline)
             if trouble:
-                words = self._words([0])
+                words = self._letters().words(self.call, [0])
                 raise _stopped(phase, words) if words else trouble
         self._step += 1
+        self._letters().withdraw(self.call)
         replies = [_opened(rank, message) for rank, message in enumerate(messages)]
         self._check(phase, replies)
         return replies
@@ -195,48 +213,32 @@ class Group:
 
         None are if something else has settled the round.
         """
-        links, at, known, left = self._links, self._at, 0, 0
+        links, at, known = self._links, self._at, 0
+
+        def news() -> bool:
+            return links.settled(at) or len(links.gone) > known
+
         while (left_s := deadline.expires - time.monotonic()) > 0:
             unmet = links.unmet
-            news = partial(self._settled_without, at, left)
-            if links.wait(news, min(left_s, _LOOK_S) if unmet else left_s, known):
+            if links.wait_for(news, min(left_s, _LOOK_S) if unmet else left_s):
                 if links.settled(at):
                     return []
-                known, left = len(links.lost), len(links.left)
-                missing = links.missing(at)
-                if set(missing).intersection((*links.lost, *links.left)):
-                    return missing
-            elif unmet and (failed := self._words(unmet)):
+                known = len(links.gone)
+                if never := sorted(links.gone.intersection(links.missing(at))):
+                    return never  # others may be slower
+            elif unmet and (failed := self._letters().words(self.call, unmet)):
                 return list(failed)
         return links.missing(at)
 
-    def _settled_without(self, at: At, left: int) -> bool:
-        """Whether a round is settled, or more than `left` ranks have closed their group."""
-        return self._links.settled(at) or len(self._links.left) > left
-
     def _without(self, absent: Sequence[int], phase: str, deadline: Deadline) -> RankError:
         """What to raise as `absent` do not come, once the others know."""
-        words = self._words(absent)
+        words = self._letters().words(self.call, absent)
         error = _stopped(phase, words) if words else self._absence(phase, absent, deadline)
         if not self._step:
             self._links.give_over(self.call, absent)
         self._step += 1
         self.report(phase, error)
         return error
-
-    def _words(self, ranks: Sequence[int]) -> Mapping[int, object]:
-        """Why those of `ranks` failed that left word in the store about this call, or another of which they tell."""
-        found = self._read(ranks)
-        if found and all(letter["of another"] for letter in found.values()):
-            found = self._read(range(self.world_size))
-        own = {rank: letter for rank, letter in found.items() if not letter["of another"]}
-        return {rank: letter["words"] for rank, letter in (own or found).items()}
-
-    def _read(self, ranks: Sequence[int]) -> Mapping[int, Mapping[str, object]]:
-        letters: Sequence[Any] = ()
-        with suppress(RuntimeError, SyncTimeout):
-            letters = self._letters().get_soon([self._letter(rank) for rank in ranks], Deadline.after(_STORE_S))
-        return {rank: letter for rank, letter in zip(ranks, letters, strict=False) if letter is not None}
 
     def _absence(self, phase: str, missing: Sequence[int], deadline: Deadline) -> RankError:
         dead = sorted(set(missing).intersection(self._links.lost))
@@ -273,7 +275,7 @@ class Group:
             )
 
     def _post(self, envelope: dict[str, object]) -> None:
-        self._links.start(self._letters())
+        self._links.start(self._letters().mailbox)
         self._links.post(self._at, wire.pack(envelope))
         self._posted = self._at
 
@@ -281,13 +283,10 @@ class Group:
     def _at(self) -> At:
         return self.call, self._step
 
-    def _letter(self, rank: int) -> str:
-        return f"failed/{self.call}/{rank}"
-
-    def _letters(self) -> Mailbox:
+    def _letters(self) -> Letters:
         self._private_store()
-        assert self._mailbox is not None
-        return self._mailbox
+        assert self.letters is not None
+        return self.letters
 
     def _private_store(self) -> Store:
         if self._store is None:
@@ -323,8 +322,11 @@ class Group:
 
 
 def _stopped(phase: str, words: Mapping[int, object]) -> RankError:
-    said = "; ".join(f"rank {rank}: {text}" for rank, text in words.items())
-    return RankError(f"stopped before phase {phase!r}: {said}", list(words))
+    return RankError(f"stopped before phase {phase!r}: {_said(words)}", list(words))
+
+
+def _said(words: Mapping[int, object]) -> str:
+    return "; ".join(f"rank {rank}: {text}" for rank, text in words.items())
 
 
 def _opened(rank: int, message: bytes) -> dict[str, object]:

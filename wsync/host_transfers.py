@@ -77,14 +77,14 @@ class HostTransfers:
         links = self._links
         call.add_done_callback(links.notify)
         try:
-            links.wait(lambda: call.done, deadline.remaining(call.name) + _GRACE_S)
+            links.wait_for(lambda: call.done or bool(links.lost), deadline.remaining(call.name) + _GRACE_S)
             if not call.done and links.lost:
                 raise self._death(call.name)
             return call.result(deadline.restart() if call.done else deadline)
         except (SyncTimeout, RankError):
             raise
         except RuntimeError as error:
-            if links.wait(lambda: False, _GRACE_S):
+            if links.wait_for(lambda: bool(links.lost), _GRACE_S):
                 raise self._death(call.name) from error
             raise TransportError(
                 f"rank {self._rank}: {call.name} broke or passed its deadline of {deadline.timeout_s:g} s: {error}"

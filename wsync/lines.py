@@ -10,6 +10,7 @@ import torch
 from wsync.background import Background
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
+from wsync.errors import EngineStateError, first_five
 from wsync.group import Group
 from wsync.plan import Plan
 from wsync.protocols import Engine, Sender, Ticket
@@ -44,6 +45,13 @@ def slots_bytes(choices: Sequence[Choice], plan: Plan, config: SyncConfig, group
     transports = {choice.transport.name: choice.transport for choice in choices}
     rings = sum(not (group.world_size == 1 and transport.by_reference) for transport in transports.values())
     return rings * plan.capacity * min(config.num_slots, len(plan.buckets))
+
+
+def check_intact(lines: Sequence[Line]) -> None:
+    """Raise `EngineStateError` if another session has attached engines of `lines` to itself meanwhile."""
+    lost = [engine.name for line in lines if not line.intact for engine in line.engines]
+    if lost:
+        raise EngineStateError(f"{first_five(lost)}: another session took the engine since this one began; sync again")
 
 
 def open_lines(

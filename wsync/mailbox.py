@@ -40,6 +40,10 @@ class Mailbox:
         """`get` for each of `keys`. Raises as `put_soon`."""
         return self._soon(lambda: [self.get(key) for key in keys], deadline)
 
+    def drop_soon(self, keys: Sequence[str], deadline: Deadline) -> None:
+        """Leave nothing at `keys`. Raises as `put_soon`, or what a store raises that keeps all for ever."""
+        self._soon(lambda: [self._store.delete_key(key) for key in keys], deadline)
+
     def _soon(self, work: Callable[[], T], deadline: Deadline) -> T:
         if self._last is not None and not self._last.done:
             raise SyncTimeout("the trainer keeps the store that connects its ranks")

@@ -10,7 +10,7 @@ from wsync.deadline import Deadline
 from wsync.errors import ProtocolError, RankError, TransportError, WsyncError
 from wsync.mailbox import Mailbox
 from wsync.protocols import Ticket
-from wsync.rank_links import DOOR, At, Frame, RankLinks, check_length, say
+from wsync.rank_links import DOOR, At, Frame, RankLinks, check_length
 from wsync.rank_zero import store_address
 from wsync.transports.dial import address_parts
 from wsync.transports.link import Link
@@ -53,14 +53,14 @@ class OtherRank(RankLinks):
         """See `RankLinks`."""
         with self.changed:
             self._here = None
-            link = self.links.get(0)
-        if link is None or not self._met:
+            met = self._met and 0 in self.links
+        if not met:
             return [] if self.settled(at) else [0]
-        say(link, ("ask", *at))
-        self.wait(lambda: self.settled(at) or self._answer(at) is not None or 0 in self.lost, _ASK_S, self._world_size)
+        self.say(("ask", *at), 0)
+        self.wait_for(lambda: self.settled(at) or self._answer(at) is not None or 0 in self.lost, _ASK_S)
         here = self._answer(at)
         if here is not None and len(here) == self._world_size:  # rank 0 is about to tell
-            self.wait(lambda: self.settled(at) or 0 in self.lost, _ASK_S, self._world_size)
+            self.wait_for(lambda: self.settled(at) or 0 in self.lost, _ASK_S)
             here = None
         if self.settled(at):
             return []
@@ -104,11 +104,10 @@ class OtherRank(RankLinks):
 
     def _say(self, frame: Frame) -> None:
         with self.changed:
-            link = self.links.get(0)
             if not self._met:
                 self._unsent.append(frame)
-        if link is not None and self._met:
-            say(link, frame)
+                return
+        self.say(frame, 0)
 
     def _join(self, mailbox: Mailbox) -> None:
         """Find rank 0 as soon as it is there, then listen to it. Runs on a thread of its own."""
@@ -119,12 +118,11 @@ class OtherRank(RankLinks):
             return
         if link is None:
             return
-        with self.changed:
-            self.links[0] = link
+        self.meet(0, link)
         while self._unsaid():
-            say(link, self._unsent.pop(0))
+            self.say(self._unsent.pop(0), 0)
         if self.closed:
-            self.part(link)
+            self.part(0)
         while self.links:
             self.listen()
 

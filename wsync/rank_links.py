@@ -18,13 +18,13 @@ Where rank 0 listens, and the secret, lie in the mailbox.
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from wsync.deadline import FOREVER_S, Deadline
 from wsync.errors import PeerError, ProtocolError, WsyncError
 from wsync.mailbox import Mailbox
+from wsync.outbox import Outbox
 from wsync.transports.link import Link, wait_any
-from wsync.wire import MAX_FRAME_BYTES
+from wsync.wire import MAX_FRAME_BYTES, frame_of
 
 At = tuple[int, int]
 """A step of a call."""
@@ -38,8 +38,6 @@ DOOR = "door"
 """Where the mailbox tells of rank 0."""
 
 MAX_MESSAGE_BYTES = MAX_FRAME_BYTES - 1024
-SEND_S = 10.0
-_BYE_S = 1.0
 
 
 class RankLinks(ABC):
@@ -64,6 +62,7 @@ class RankLinks(ABC):
         self.trouble: WsyncError | None = None
         self.obstacle = ""
         self.links: dict[int, Link] = {}
+        self._outboxes: dict[int, Outbox] = {}
         self.closed = False
         self._rank, self._world_size = rank, world_size
         self._whole: tuple[At, list[bytes]] = (NEVER, [])
@@ -113,13 +112,18 @@ class RankLinks(ABC):
     def give_over(self, call: int, absent: Sequence[int]) -> None:
         """Nobody is to begin this call any more."""
 
-    def wait(self, done: Callable[[], bool], timeout_s: float, known: int = 0) -> bool:
-        """Wait until `done()` or more than `known` ranks are lost; False after `timeout_s`. See `notify`."""
+    @property
+    def gone(self) -> set[int]:
+        """Ranks that are lost or have left: nothing comes from them."""
+        return {*self.lost, *self.left}
+
+    def wait_for(self, done: Callable[[], bool], timeout_s: float) -> bool:
+        """Wait until `done()`; False after `timeout_s`. See `notify`."""
         with self.changed:
-            return self.changed.wait_for(lambda: done() or len(self.lost) > known, timeout_s)
+            return self.changed.wait_for(done, timeout_s)
 
     def notify(self) -> None:
-        """Let `wait` look again: what `done` says may have changed."""
+        """Let `wait_for` look again: what `done` says may have changed."""
         with self.changed:
             self.changed.notify_all()
 
@@ -130,17 +134,32 @@ class RankLinks(ABC):
         """
         with self.changed:
             self.closed = True
-            links = list(self.links.values())
-        for link in links:
-            self.part(link)
+            ranks = list(self.links)
+        for rank in ranks:
+            self.part(rank)
+
+    def say(self, frame: Frame, *ranks: int) -> None:
+        """Send it to those of `ranks` that have a link. Does not wait until they take it. Never raises."""
+        data = frame_of(frame)
+        for outbox in self._reached(ranks):
+            outbox.put(data)
+
+    def part(self, rank: int) -> None:
+        """Say good-bye and hang up. Never raises."""
+        self.say(("bye",), rank)
+        for outbox in self._reached([rank]):
+            outbox.hang_up()
+
+    def _reached(self, ranks: Sequence[int]) -> Sequence[Outbox]:
+        with self.changed:
+            return [self._outboxes[rank] for rank in ranks if rank in self._outboxes]
 
     # What the thread that listens does.
 
-    def part(self, link: Link) -> None:
-        """Say good-bye and hang up. Never raises."""
-        with suppress(WsyncError):
-            link.send(("bye",), Deadline.after(_BYE_S))
-        link.shutdown()
+    def meet(self, rank: int, link: Link) -> None:
+        """That rank is here."""
+        with self.changed:
+            self.links[rank], self._outboxes[rank] = link, Outbox(link)
 
     def run(self, body: Callable[[], None]) -> None:
         """On a thread of its own."""
@@ -200,6 +219,8 @@ class RankLinks(ABC):
     def _drop(self, rank: int) -> None:
         with self.changed:
             link = self.links.pop(rank)
+            del self._outboxes[rank]
+        link.shutdown()  # wakes whoever still waits to send
         link.close()
 
 
@@ -207,11 +228,3 @@ def check_length(message: bytes) -> None:
     """Raises `ProtocolError` if it does not fit a frame."""
     if len(message) > MAX_MESSAGE_BYTES:
         raise ProtocolError(f"a message of {len(message)} bytes is longer than the bound of {MAX_MESSAGE_BYTES} bytes")
-
-
-def say(link: Link, frame: Frame) -> None:
-    """Send it, or hang up: half a frame is of no use, and the thread that listens hears of the end. Never raises."""
-    try:
-        link.send(frame, Deadline.after(SEND_S))
-    except WsyncError:
-        link.shutdown()

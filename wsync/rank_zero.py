@@ -9,7 +9,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from wsync.deadline import FOREVER_S
 from wsync.errors import ProtocolError, SyncTimeout, TransportError, WsyncError
 from wsync.mailbox import Mailbox
-from wsync.rank_links import DOOR, NEVER, At, Frame, RankLinks, check_length, say
+from wsync.rank_links import DOOR, NEVER, At, Frame, RankLinks, check_length
 from wsync.transports.dial import is_loopback
 from wsync.transports.link import address_of
 from wsync.transports.listener import Listener, Welcome, listen_at, new_ticket
@@ -63,7 +63,7 @@ class RankZero(RankLinks):
             telling = self._told == at  # on the thread that listens
             missing = [rank for rank in range(self._world_size) if rank not in self._posts.get(at, ())]
         if telling:
-            self.wait(lambda: self.settled(at), FOREVER_S, self._world_size)
+            self.wait_for(lambda: self.settled(at), FOREVER_S)
         return [] if self.settled(at) else missing
 
     def give_over(self, call: int, absent: Sequence[int]) -> None:
@@ -86,11 +86,11 @@ class RankZero(RankLinks):
         match frame:
             case ("post", int(call), int(step), bytes(message)):
                 if not self._put(rank, (call, step), message):
-                    say(self.links[rank], ("late", call, step))
+                    self.say(("late", call, step), rank)
             case ("ask", int(call), int(step)):
                 with self.changed:
                     here = list(self._posts.get((call, step), ()))
-                say(self.links[rank], ("here", call, step, here))
+                self.say(("here", call, step, here), rank)
             case ("over", int(call), tuple(absent)):
                 self.give_over(call, absent)
             case _:
@@ -130,10 +130,7 @@ class RankZero(RankLinks):
         return True
 
     def _tell(self, frame: Frame) -> None:
-        with self.changed:
-            links = list(self.links.values())
-        for link in links:
-            say(link, frame)
+        self.say(frame, *range(1, self._world_size))
 
     def _serve(self, mailbox: Mailbox, listener: Listener) -> None:
         """Let the others in and listen, until there is nobody to listen to. Runs on a thread of its own."""
@@ -157,15 +154,15 @@ class RankZero(RankLinks):
             self.listen(listener.filenos())
             for rank, link in listener.admit(Welcome()):
                 with self.changed:
-                    self.links[rank] = link
+                    self.meet(rank, link)
                     self._met.add(rank)
                     closed, news = self.closed, [("lost", other) for other in self.lost]
                     news += [("left", other) for other in self.left]
                     over = ("over", self.over, list(self._absent[1]))
                 for frame in [*news, *([over] if self.over > NEVER[0] else [])]:
-                    say(link, frame)
+                    self.say(frame, rank)
                 if closed:
-                    self.part(link)
+                    self.part(rank)
         except TransportError:
             self.listen(timeout_s=_DOOR_SHUT_S)
 

@@ -25,11 +25,11 @@ import torch
 
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
-from wsync.errors import ClosedError, ConfigError, DigestError, EngineStateError, WsyncError, first_five
+from wsync.errors import ClosedError, ConfigError, DigestError, WsyncError, first_five
 from wsync.explain import explain
 from wsync.group import Group
 from wsync.handshake import Agreement, connect_ranks
-from wsync.lines import Line, open_lines, open_turns, slots_bytes
+from wsync.lines import Line, check_intact, open_lines, open_turns, slots_bytes
 from wsync.plan import Bucket
 from wsync.protocols import Engine, Loaded, Producer, Transport
 from wsync.protocols.pull import ExportingProducer, PullingEngine
@@ -161,6 +161,8 @@ class Session:
             pause_seconds = self._transfer(version, attempt, watch)
         except BaseException as error:
             self._give_up(attempt, error)
+            if self._agreement.turns is not None:
+                self._group.blame(error)
             raise
         finally:
             self._producer.close()
@@ -262,15 +264,13 @@ class Session:
         deadline = self._deadline()
         for engine in self.engines:
             engine.pause(self.config.pause, deadline)
-        lost = [engine.name for line in self._lines if not line.intact for engine in line.engines]
-        if lost:
-            raise EngineStateError(
-                f"{first_five(lost)}: another session took the engine since this one began; sync again"
-            )
+        check_intact(self._lines)
         if self._ranks is not None:
-            watch.stages["worker map"] = self._ranks.tell(self.engines, deadline)
+            watch.stages["worker map"] = self._ranks.tell(self._lines, deadline)
         for engine in self.engines:
             engine.begin(version, attempt, deadline, digest=self.config.verify == "digest")
+        if self._ranks is not None:  # where nothing travels, nothing else shows whose plan the workers began
+            check_intact(self._lines)
 
     def _send(self, bucket: Bucket, error: BaseException | None, watch: Stopwatch) -> BaseException | None:
         """Move one bucket on every rank. Returns an error of the last, local step for the next go/stop to report."""

@@ -246,20 +246,35 @@ def send_frame(
     After an error part of the frame may be out: close the socket. Raises `PeerError` if `peer` is gone, `SyncTimeout`,
     `ProtocolError` if the message is longer than `MAX_FRAME_BYTES`.
     """
+    rest = memoryview(frame_of(message))
+    while rest:
+        left = offer(sock, rest, fds, peer=peer)
+        if len(left) == len(rest):
+            wait_ready(sock, select.POLLOUT, deadline, f"{peer} to take {len(rest)} bytes of a message")
+        else:
+            rest, fds = left, ()
+
+
+def frame_of(message: object) -> bytes:
+    """The bytes of one frame. Raises `ProtocolError` if the message is longer than `MAX_FRAME_BYTES`."""
     body = pack(message)
     if len(body) > MAX_FRAME_BYTES:
         raise ProtocolError(f"a message of {len(body)} bytes is longer than the bound of {MAX_FRAME_BYTES} bytes")
-    rest = memoryview(_PREFIX.pack(len(body)) + body)
+    return _PREFIX.pack(len(body)) + body
+
+
+def offer(sock: socket.socket, data: memoryview, fds: Sequence[int] = (), *, peer: str = "the peer") -> memoryview:
+    """Send what `sock` takes of `data` without waiting, `fds` beside the first byte. Returns the rest.
+
+    Raises `PeerError` if `peer` is gone.
+    """
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
-    while rest:
-        try:
-            sent = sock.sendmsg([rest], rights, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            wait_ready(sock, select.POLLOUT, deadline, f"{peer} to take {len(rest)} bytes of a message")
-        except OSError as error:
-            raise _lost(sock, peer, error) from error
-        else:
-            rest, rights = rest[sent:], []
+    try:
+        return data[sock.sendmsg([data], rights, socket.MSG_DONTWAIT) :]
+    except BlockingIOError:
+        return data
+    except OSError as error:
+        raise _lost(sock, peer, error) from error
 
 
 def recv_frame(

@@ -6,7 +6,7 @@
     describe  specs, void                          manifest
     attach    plan, tickets, first_index, timeout_s, void
     probe     probes                               reason
-    exports   exports                              seconds
+    exports   exports, address                     seconds
     update    version, attempt, timeout_s, digest, void  digests, seconds, pulled_nbytes
     publish   version, attempt, timeout_s          version, read_seconds
     abort     attempt, timeout_s                   state
@@ -42,7 +42,7 @@ from wsync.state import State, StateMachine
 from wsync.targets import all_held
 from wsync.traits import cuda_devices
 from wsync.transports.nothing import NoReceiver
-from wsync.transports.turns import TurnsReceiver
+from wsync.transports.turns import SteppingReceiver, TurnsReceiver
 from wsync.verify import check_launch_weights
 
 Message = Mapping[str, Any]
@@ -202,7 +202,9 @@ class Worker:
             for receiver in receivers:
                 receiver.close()
             raise
-        return receivers[0] if len(receivers) == 1 else TurnsReceiver(receivers)
+        if len(receivers) == 1:
+            return receivers[0]
+        return TurnsReceiver(cast("Sequence[SteppingReceiver]", receivers))
 
     def _probe(self, message: Message) -> Message:
         return {"reason": unreadable(cast("Sequence[Probe]", message["probes"]), self._loader.endpoint())}
@@ -212,6 +214,8 @@ class Worker:
         attachment, exports = self._attachment, cast("Sequence[Export]", message["exports"])
         if attachment is None or attachment.plan.pulled is None:
             raise EngineStateError("no plan is attached that has anything to pull")
+        if attachment.address != message["address"]:
+            raise EngineStateError("another session took the engine since this one attached it; sync again")
         bucket, watch = attachment.plan.pulled, Stopwatch()
         routine, here = attachment.routine, attachment.loader.endpoint()
         dtypes = {name: layout.dtype for name, layout in routine.load.layouts.items()}

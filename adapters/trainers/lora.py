@@ -5,6 +5,7 @@ to the wire dtype. It reads the base weight and never writes it. A and B are sma
 W, so all ranks gather them whole when a sync opens.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -24,7 +25,7 @@ from wsync.deadline import Deadline
 from wsync.errors import MismatchError, first_five
 from wsync.group import Group
 from wsync.handshake import merge_specs
-from wsync.plan import ALIGNMENT_BYTES, Plan, TensorSpec
+from wsync.plan import ALIGNMENT_BYTES, Bucket, Plan, TensorSpec
 from wsync.regions import Region
 
 _SHARDINGS: tuple[type[ShardedProducer], ...] = (DeepSpeedProducer, FSDP1Producer, FSDPProducer, ModuleProducer)
@@ -48,6 +49,8 @@ class LoRAProducer(ShardedProducer):
         self._terms: Mapping[str, tuple[Term, ...]] = {}
         self._whole: Mapping[str, torch.Tensor] = {}
         self._merged: dict[str, torch.Tensor] = {}
+        self._last: Mapping[str, int] = {}  # parameter -> the last bucket for which this rank reads it
+        self._reached = math.inf
 
     @staticmethod
     def matches(obj: object) -> bool:
@@ -66,6 +69,8 @@ class LoRAProducer(ShardedProducer):
     def prepare(self, plan: Plan, senders: Sequence[int], group: Group) -> None:
         """See `wsync.Producer`. *Collective*: one round, on who has which part of the factors."""
         super().prepare(plan, senders, group)
+        reads = ((*exchange.staged.parents, *exchange.own.parents) for exchange in self._exchanges)
+        self._last = {name: index for index, names in enumerate(reads) for name in names}
         self._factors.meet(group)
 
     def open(self) -> None:
@@ -81,6 +86,12 @@ class LoRAProducer(ShardedProducer):
         self._terms = terms
         self._factors.open()
         self._whole = self._factors.collect()
+        self._reached = math.inf
+
+    def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
+        """See `wsync.Producer`."""
+        self._reached = bucket.index
+        super().stage(bucket, slot)
 
     def close(self) -> None:
         """See `wsync.Producer`."""
@@ -104,13 +115,16 @@ class LoRAProducer(ShardedProducer):
         return None if self._parents[name] in self._terms else super()._in_place(name, shape)
 
     def _readable(self, parents: Collection[str]) -> Mapping[str, torch.Tensor]:
-        """Merges what of `parents` has adapters; what the call before merged and this one needs too is kept."""
-        tensors, before = self._opened(), self._merged
-        self._merged = {}
+        """Merges what of `parents` has adapters. What was merged before stays if this call or a later bucket needs it.
+
+        So a tensor of several buckets is merged once, though other ranks may send some of them.
+        """
+        tensors, before = self._opened(), self._merged.items()
+        self._merged = {
+            name: tensor for name, tensor in before if name in parents or self._last.get(name, -1) > self._reached
+        }
         for name in parents:
-            if name in before:
-                self._merged[name] = before[name]
-            elif name in self._terms:
+            if name in self._terms and name not in self._merged:
                 self._merged[name] = merge(tensors[name], self._layouts[name], self._terms[name], self._whole)
         return {**tensors, **self._merged}
 

@@ -76,7 +76,8 @@ def sync(producer: ShardedProducer, plan: Plan, senders: Sequence[int], rank: in
     flat = {spec.name: torch.full((spec.nbytes,), 0xA5, dtype=torch.uint8) for spec in plan.specs}
     producer.open()
     for bucket in plan.buckets:
-        slot = torch.full((bucket.nbytes,), 0x5A, dtype=torch.uint8) if rank in senders else None
+        sends = rank in senders if bucket.sender is None else rank == bucket.sender
+        slot = torch.full((bucket.nbytes,), 0x5A, dtype=torch.uint8) if sends else None
         producer.stage(bucket, slot)
         producer.fill(bucket, slot)
         if slot is not None:

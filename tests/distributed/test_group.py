@@ -214,23 +214,6 @@ def interrupted(me: Rank) -> str:
     return words
 
 
-def give_up_and_close(me: Rank) -> str:
-    """Rank 1 stays away. Rank 0 gives up first and closes; rank 2, which is more patient, has it from rank 0 then."""
-    words = "stayed away"
-    if me.rank != 1:
-        group = group_of(me)
-        group._links.start(group._letters())
-        patience, stays_away = Deadline.after(20), {1}
-        while not stays_away.issuperset(group._links.unmet):
-            patience.remaining("the other rank that comes")
-        with pytest.raises(RankError) as caught:
-            group.round("begin", None, Deadline.after(2.0 if me.rank == 0 else 20.0))
-        words = f"{caught.value.ranks} {caught.value}"
-        group.close()
-    dist.barrier()
-    return words
-
-
 def one_message_is_too_long(me: Rank) -> str:
     group = group_of(me)
     group.round("connect", None, Deadline.after(20))
@@ -301,12 +284,6 @@ def test_a_rank_that_closes_is_named_at_once() -> None:
 def test_a_failure_in_the_middle_of_a_round_is_heard_in_the_next() -> None:
     first, _, third = run_ranks(interrupted, 3, timeout_s=60)
     assert first == third == "(1,) stopped before phase 'next': rank 1: MemoryError: no room"
-
-
-def test_who_gives_up_first_tells_the_others_who_is_missing() -> None:
-    first, _, third = run_ranks(give_up_and_close, 3, timeout_s=60)
-    assert first.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
-    assert third.startswith("(1,) trainer rank(s) [1] did not reach phase 'begin'")
 
 
 def test_a_message_that_is_too_long_is_heard_of_by_the_others() -> None:

@@ -1,6 +1,7 @@
 """PEFT LoRA under `fully_shard`, on real ranks: each merges its own part, and no rank ever has a full base weight."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,10 @@ from tests.distributed.exchange_steps import Case, Outcome, make_group, plan_of,
 from tests.distributed.sharded_models import full_tensors, llama, moe
 from tests.unit.lora_models import MERGEABLE, Zoo, config, merged, randomised
 from wsync.adapters.engines.hf import HFEngine
+from wsync.adapters.trainers import lora
 from wsync.adapters.trainers.lora import LoRAProducer
 from wsync.adapters.trainers.lora_adapter import SCALING, AdapterProducer
+from wsync.adapters.trainers.lora_merge import merge
 from wsync.errors import RankError, UnsupportedError
 from wsync.testing.ranks import Rank, run_ranks
 
@@ -106,6 +109,41 @@ def check_columns(me: Rank, name: str) -> bool:
     return check_syncs(me, name, model, shard_placement_fn=lambda p: Shard(1) if p.ndim == 2 else Shard(0))
 
 
+def check_turns(me: Rank, name: str) -> bool:
+    """Senders that take turns, with tensors of many buckets: no rank merges its part of any of them twice in a sync."""
+    model: Any = causal(llama)
+    expected = expected_of(copy.deepcopy(model))
+    producer, group = LoRAProducer(shard(model) if name == "turns, sharded" else model), make_group(me, name)
+    plan = plan_of(producer, torch.float32, 2048).in_turns([1, 0])
+    producer.prepare(plan, [0], group)
+    assert max(Counter(meta.name for bucket in plan.buckets for meta in bucket.tensors).values()) >= 4
+    merges: list[int] = []
+
+    def counted(local: torch.Tensor, *args: Any) -> torch.Tensor:
+        merges.append(local.data_ptr())
+        return merge(local, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lora, "merge", counted)
+        found = sync(producer, plan, plan.turns, me.rank)
+        assert 0 < len(merges) == len(set(merges))
+        assert not producer._merged
+        producer.open()
+        digests = producer.digests([spec.name for spec in plan.specs])
+        assert len(producer._merged) <= 1, "what is only compared is not kept"
+        producer.close()
+    group.close()
+    assert len(digests) == len(expected)
+    everything: list[dict[str, torch.Tensor]] = [{}, {}]
+    dist.all_gather_object(everything, found)
+    for key, tensor in expected.items():
+        spots = [(m, b.sender) for b in plan.buckets for m in b.tensors if m.name == key]
+        for meta, sender in spots:
+            part = meta.elements.view(everything[sender or 0][key].reshape(-1))
+            torch.testing.assert_close(part, meta.elements.view(tensor.reshape(-1)), rtol=2e-6, atol=2e-6)
+    return True
+
+
 def check_alone(me: Rank, name: str) -> bool:
     """The adapter without base weights: shards of A and B put together under the names of PEFT's files."""
     model = causal(llama, modules_to_save=["lm_head"])
@@ -163,6 +201,7 @@ CASES = [
     *(Case(name=name, run=check_model, args=(name,)) for name in MODELS),
     Case(name="dora", run=check_dora, args=("dora",)),
     Case(name="columns", run=check_columns, args=("columns",)),
+    *(Case(name=name, run=check_turns, args=(name,)) for name in ("turns, whole", "turns, sharded")),
     Case(name="alone", run=check_alone, args=("alone",)),
     Case(name="tokens", run=check_tokens, args=("tokens",)),
     Case(name="refusals", run=check_refusals, args=("refusals",)),

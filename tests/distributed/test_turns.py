@@ -22,7 +22,10 @@ from tests.distributed.test_sync_ranks import (
     optimizer_step,
     sharded,
 )
+from wsync import api
 from wsync.adapters.engines.hf import HFEngine
+from wsync.adapters.trainers.sharded import ShardedProducer
+from wsync.deadline import Deadline
 from wsync.testing.ranks import Rank, run_ranks
 from wsync.transports.collective_sender import CollectiveSender
 
@@ -121,8 +124,57 @@ def a_sender_dies(me: Rank) -> str:
 
 def test_the_death_of_a_sender_is_heard_and_nothing_is_mixed() -> None:
     words, _ = run_ranks(a_sender_dies, 2, timeout_s=120, expected_dead={1})
-    assert "1" in words
-    assert words.startswith(("RankError", "PeerError"))
+    assert words.startswith("RankError: trainer rank(s) [1] died")
+
+
+def a_sender_fails_by_itself(me: Rank) -> str:
+    """Rank 1 has no room, with a bucket of its own not sent; rank 0 first hears from the worker that it is gone."""
+    actor, words = sharded(1), ""
+    with launched_on_rank_zero(me) as engine, pytest.MonkeyPatch.context() as patch:
+        wsync.sync(actor, engine, config=CONFIG)
+        optimizer_step(actor)
+        acquire, commit, stage = CollectiveSender.acquire, CollectiveSender.commit, ShardedProducer.stage
+
+        def acquire_last(sender: CollectiveSender, deadline: Deadline) -> torch.Tensor:
+            if sender._end.ring.published == 2 + before:
+                with sender._end.changed:
+                    assert sender._end.changed.wait_for(lambda: sender._end.receivers.lost, 20)
+            return acquire(sender, deadline)
+
+        def keep_one(sender: CollectiveSender, bucket: wsync.Bucket) -> None:
+            if bucket.index != 3:
+                commit(sender, bucket)
+
+        def no_room(self: ShardedProducer, bucket: wsync.Bucket, slot: torch.Tensor | None) -> None:
+            if bucket.index == 4:
+                raise MemoryError("no room to pack bucket 4")
+            stage(self, bucket, slot)
+
+        if me.rank:
+            patch.setattr(CollectiveSender, "commit", keep_one)
+            patch.setattr(ShardedProducer, "stage", no_room)
+        else:
+            [session] = api._sessions.values()
+            before = session._lines[0].sender._end.ring.published  # type: ignore[attr-defined]
+            patch.setattr(CollectiveSender, "acquire", acquire_last)
+        with pytest.raises((wsync.WsyncError, MemoryError)) as caught:
+            wsync.sync(actor, engine, config=CONFIG)
+        words = f"{caught.type.__name__}: {caught.value}"
+        patch.undo()
+        wsync.sync(actor, engine, config=CONFIG)
+        expected = full_state(actor)
+        if engine is not None:
+            check_engine(engine, expected)
+    return words
+
+
+def test_the_owner_says_why_another_sender_failed() -> None:
+    owner, other = run_ranks(a_sender_fails_by_itself, 2, timeout_s=120)
+    assert other == "MemoryError: no room to pack bucket 4"
+    assert owner.startswith(
+        "RankError: rank 1: MemoryError: no room to pack bucket 4; this rank heard of it as PeerError"
+    )
+    assert "sender of trainer rank 1" in owner
 
 
 def refusals(me: Rank) -> Sequence[str]:

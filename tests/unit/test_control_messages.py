@@ -15,6 +15,7 @@ import wsync
 from wsync.adapters.engines.hf import HFEngine
 from wsync.deadline import Deadline
 from wsync.group import Group
+from wsync.outbox import Outbox
 from wsync.testing.ranks import Rank, run_ranks
 from wsync.transports.link import Link
 
@@ -51,9 +52,9 @@ class Tally:
 
 @contextmanager
 def counted(patch: pytest.MonkeyPatch) -> Iterator[Tally]:
-    """Count the calls to engine workers, the rounds of trainer ranks and the frames of shared memory, both ways."""
+    """Count the calls to engine workers, the rounds of trainer ranks and the frames of both, and of shared memory."""
     tally = Tally()
-    call, post, send = HFEngine.call, Group._post, Link.send
+    call, post, send, put = HFEngine.call, Group._post, Link.send, Outbox.put
 
     def counted_call(self: HFEngine, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
         tally.add(f"call {method}")
@@ -67,6 +68,11 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Tally]:
         tally.add(f"frame {message[0]}")
         send(self, message, deadline, fds)
 
+    def counted_put(self: Outbox, frame: bytes) -> None:
+        tally.add("frame between ranks")
+        put(self, frame)
+
+    patch.setattr(Outbox, "put", counted_put)
     patch.setattr(HFEngine, "call", counted_call)
     patch.setattr(Group, "_post", counted_post)
     patch.setattr(Link, "send", counted_send)
@@ -107,8 +113,11 @@ def test_one_process_sends_as_many_messages_for_3000_tensors_as_for_30(buckets: 
 
 
 def rank_messages(me: Rank, counts: Sequence[int], bucket_bytes: int) -> list[list[dict[str, int]]]:
-    """As `messages`, for each number of tensors, with the actor sharded over all ranks; rank 0 owns the engine."""
-    return [_rank_messages(me, count, bucket_bytes) for count in counts]
+    """As `messages`, for each number of tensors, with the actor sharded over all ranks; rank 0 owns the engine.
+
+    The first connect of all, in which ranks meet where they will meet before each, is not counted.
+    """
+    return [_rank_messages(me, count, bucket_bytes) for count in (counts[0], *counts)][1:]
 
 
 def _rank_messages(me: Rank, count: int, bucket_bytes: int) -> list[dict[str, int]]:

@@ -2,17 +2,19 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from tests.unit.planner_settings import GIB, LAYER, NUMEL, TINY, setting
+from wsync import registry
 from wsync.errors import ConfigError
 from wsync.planner import PhasePlan, Setting, judge, named, predict, predict_host, predict_moves
 from wsync.planner.engine_side import kv_bytes_per_token
 from wsync.planner.hf_config import model_of
 from wsync.planner.phases import ENGINE_WEIGHTS, KV_CACHE
+from wsync.planner.setting import Transport
 from wsync.sleep import SLEEP_TAGS
 
 BF16 = torch.bfloat16
@@ -140,6 +142,12 @@ def test_slots_are_there_unless_the_engine_reads_the_trainers_own_memory() -> No
     ):
         assert plans(given)["sync"].residents.get("slots") == slots
         assert not any("slots" in plans(given)[phase].residents for phase in ("launch", "rollout", "train"))
+
+
+@pytest.mark.parametrize("name", get_args(Transport))
+def test_one_ring_of_slots_is_all_there_can_be(name: str) -> None:
+    """Senders that take turns would have one each."""
+    assert not getattr(registry.transport(name), "in_turns", False)
 
 
 def test_processes_and_graphs_are_there_all_the_time() -> None:

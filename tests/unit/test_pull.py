@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from wsync.bench.receiver import BareEngine
 from wsync.deadline import Deadline
 from wsync.errors import EngineStateError, MismatchError, ProtocolError, UnsupportedError
 from wsync.group import Group
+from wsync.lines import Line
 from wsync.plan import Plan, TensorSpec
 from wsync.protocols.pull import ExportingProducer, PullingEngine
 from wsync.pull.exports import Export, Probed, Share
@@ -26,6 +28,7 @@ from wsync.pull.staging import Staging
 from wsync.regions import Region
 from wsync.replay import Step
 from wsync.topology import local_endpoint
+from wsync.transports.nothing import NoSender
 from wsync.views import Place
 
 PULL = wsync.SyncConfig(path="pull", timeout_s=20.0)
@@ -116,7 +119,7 @@ def test_an_update_without_exports_is_refused() -> None:
     engine = engine_for(actor)
     with wsync.connect(actor, engine, config=PULL) as session:
         session.sync()
-        engine.take_exports = lambda exports, deadline: 0.0  # type: ignore[method-assign]
+        engine.take_exports = lambda exports, address, deadline: 0.0  # type: ignore[method-assign]
         session.release_slots()
         with pytest.raises(wsync.PeerError, match="nobody said where the weights lie"):
             session.sync()
@@ -196,17 +199,18 @@ def test_what_another_rank_said_is_forgotten_with_the_session_s_workers() -> Non
     told: list[list[int]] = []
     engine = engine_for(actor)
 
-    def take_exports(exports: Sequence[Export], deadline: Deadline) -> float:
+    def take_exports(exports: Sequence[Export], address: str, deadline: Deadline) -> float:
         told.append([one.rank for one in exports])
         return 0.0
 
     engine.take_exports = take_exports  # type: ignore[method-assign]
-    ranks.tell([engine], Deadline.after(5.0))
-    ranks.tell([engine], Deadline.after(5.0))
+    line = Line(transport="pull", sender=NoSender(0), engines=(engine,), by_reference=False)
+    ranks.tell([line], Deadline.after(5.0))
+    ranks.tell([line], Deadline.after(5.0))
     ranks.forget()
     group.other = None
     ranks.open(Deadline.after(5.0))
-    ranks.tell([engine], Deadline.after(5.0))
+    ranks.tell([line], Deadline.after(5.0))
     assert told == [[0, 1], [0]]
 
 
@@ -216,7 +220,62 @@ def test_exports_without_a_plan_to_pull_are_refused() -> None:
     with wsync.connect(actor, engine) as session:
         session.sync()
         with pytest.raises(wsync.PeerError, match="no plan is attached that has anything to pull"):
-            engine.take_exports([], Deadline.after(5.0))
+            engine.take_exports([], "", Deadline.after(5.0))
+
+
+def attach_and_tell(session: wsync.Session) -> None:
+    """All that a sync of `session` does before its engines begin."""
+    session._attach()
+    assert session._ranks is not None
+    session._ranks.open(Deadline.after(5.0))
+    session._ranks.tell(session._lines, Deadline.after(5.0))
+    session._producer.close()
+
+
+@pytest.mark.parametrize("moment", ["tell", "begin"])
+@pytest.mark.parametrize("told", [False, True], ids=["first sync", "later sync"])
+def test_another_session_in_the_middle_does_not_swap_the_weights(
+    moment: str, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session of another thread attaches the engine to itself, and says where its own weights are."""
+    actor, other = Linear(), Linear()
+    engine = engine_for(actor)
+    with wsync.connect(actor, engine, config=PULL) as one, wsync.connect(other, engine, config=PULL) as two:
+        if told:
+            one.sync()
+        where, name = (Ranks, "tell") if moment == "tell" else (type(engine), "begin")
+        inner = getattr(where, name)
+
+        def taken(self: object, *args: Any, **kwargs: Any) -> object:
+            monkeypatch.setattr(where, name, inner)
+            attach_and_tell(two)
+            return inner(self, *args, **kwargs)
+
+        monkeypatch.setattr(where, name, taken)
+        with pytest.raises((EngineStateError, wsync.PeerError), match="another session took the engine"):
+            one.sync()
+        for session, right in ((two, other), (one, actor), (two, other)):
+            session.sync()
+            assert all(torch.equal(engine.tensors[n], p) for n, p in right.named_parameters())
+
+
+def test_who_lost_the_engine_cannot_tell_its_workers_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor, other = Linear(), Linear()
+    engine = engine_for(actor)
+    with wsync.connect(actor, engine, config=PULL) as one, wsync.connect(other, engine, config=PULL) as two:
+        attach_and_tell(one)
+        assert one._ranks is not None
+        late, ranks, begin = one._lines, one._ranks, type(engine).begin
+        ranks._told = False
+
+        def told(self: BareEngine, *args: Any, **kwargs: Any) -> None:
+            with pytest.raises(wsync.PeerError, match="another session took the engine"):
+                ranks.tell(late, Deadline.after(5.0))
+            begin(self, *args, **kwargs)
+
+        monkeypatch.setattr(type(engine), "begin", told)
+        two.sync()
+    assert all(torch.equal(engine.tensors[n], p) for n, p in other.named_parameters())
 
 
 def exported(rank: int, parts: Sequence[tuple[Region, torch.Tensor]], process: str = "") -> Export:

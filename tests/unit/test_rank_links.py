@@ -50,7 +50,7 @@ def make() -> Iterator[Make]:
 
 def until(links: RankLinks, done: Callable[[], bool]) -> None:
     patience = Deadline.after(PATIENCE_S)
-    while not links.wait(done, 0.01, known=9):  # not everything that is looked at here wakes those who wait
+    while not links.wait_for(done, 0.01):  # not everything that is looked at here wakes those who wait
         patience.remaining("what was to happen")
 
 
@@ -210,6 +210,22 @@ def test_a_close_is_no_death(make: Make) -> None:
     assert "closed its session" in str(second.trouble)
     assert second.missing(FIRST) == []
     assert world.zero.lost == second.lost == []
+
+
+def test_a_death_and_a_close_wake_whoever_waits(make: Make) -> None:
+    world = make(4)
+    world.start()
+    met(world)
+    first, second, third = world.others
+    for links in (first, third):
+        until(links, lambda links=links: 0 in links.links)  # type: ignore[misc]
+    first.close()
+    assert third.wait_for(lambda: third.gone == {1}, PATIENCE_S)
+    second.closed = True
+    vanish(second)
+    assert third.wait_for(lambda: third.gone == {1, 2}, PATIENCE_S)
+    assert world.zero.wait_for(lambda: world.zero.gone == {1, 2}, PATIENCE_S)
+    assert not third.settled(FIRST)
 
 
 def test_a_message_that_fits_no_frame_is_refused(make: Make) -> None:

@@ -34,10 +34,10 @@ class PullingEngine(Engine, Protocol):
         """For each worker why it cannot read the ranks' memory, "" if it can."""
         ...
 
-    def take_exports(self, exports: Sequence[Export], deadline: Deadline) -> float:
-        """Where the attached plan's pulled bucket lies, from now on. Read in every attempt that begins afterwards.
+    def take_exports(self, exports: Sequence[Export], address: str, deadline: Deadline) -> float:
+        """Where the pulled bucket lies of the plan attached with the ticket of `address`, from now on.
 
-        Returns the seconds that the slowest worker took to map it. Raises `EngineStateError` if nothing is attached,
-        `PeerError` if a worker cannot map it.
+        Read in every attempt that begins afterwards. Returns the seconds that the slowest worker took to map it. Raises
+        `PeerError` if a worker cannot map it, or has nothing attached or what another session attached.
         """
         ...

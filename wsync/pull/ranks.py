@@ -6,8 +6,8 @@ from typing import cast
 from wsync.deadline import Deadline
 from wsync.device_work import queued, wait_for
 from wsync.group import Group
+from wsync.lines import Line
 from wsync.plan import Bucket
-from wsync.protocols import Engine
 from wsync.protocols.pull import ExportingProducer, PullingEngine
 from wsync.pull.exports import Export, Exporter
 from wsync.pull.staging import Staging
@@ -52,12 +52,16 @@ class Ranks:
                 self._told = False
         return sum(casting)
 
-    def tell(self, engines: Sequence[Engine], deadline: Deadline) -> float:
+    def tell(self, lines: Sequence[Line], deadline: Deadline) -> float:
         """Let the workers know, unless they do. Returns the seconds that the slowest needed to map what is new."""
         if self._told:
             return 0.0
         exports = list(self._known.values())
-        seconds = [cast("PullingEngine", engine).take_exports(exports, deadline) for engine in engines]
+        seconds = [
+            cast("PullingEngine", engine).take_exports(exports, line.sender.ticket().address, deadline)
+            for line in lines
+            for engine in line.engines
+        ]
         self._told = True
         return max(seconds, default=0.0)
 

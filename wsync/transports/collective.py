@@ -43,7 +43,7 @@ class CollectiveTransport:
     Attributes:
         name: the backend: "gloo", "nccl" or "hccl".
         host: address of this host that the sender binds, and that receivers reach.
-        in_turns: workers may have several senders, each with a group of its own.
+        in_turns: workers may have several senders, each with a group of its own. Its receivers are `SteppingReceiver`s.
     """
 
     by_reference = False

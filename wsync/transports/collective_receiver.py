@@ -14,6 +14,7 @@ from wsync.transports.collective_group import Form, Mover, Seat
 from wsync.transports.link import Link
 from wsync.transports.ring import check_order
 from wsync.transports.slots import SlotMemory, give_up
+from wsync.transports.turns import Arrival
 
 
 class ReceivingEnd(End):
@@ -114,16 +115,21 @@ class CollectiveReceiver:
 
     def buckets(self, plan: Plan, deadline: Deadline) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
         """See `wsync.Receiver`. The tensors lie in slots of this receiver's own."""
+        return filter(None, self.steps(plan, deadline))  # which keeps no hold of what it gave
+
+    def steps(self, plan: Plan, deadline: Deadline) -> Iterator[Arrival | None]:
+        """See `SteppingReceiver`."""
         end = self._end
         with end.changed:
             end.base, end.plan = end.released, plan
         end.agree()
-        return self._buckets(plan, deadline)
+        return self._steps(plan, deadline)
 
-    def _buckets(self, plan: Plan, deadline: Deadline) -> Iterator[tuple[Bucket, Sequence[torch.Tensor]]]:
+    def _steps(self, plan: Plan, deadline: Deadline) -> Iterator[Arrival | None]:
         for bucket in plan.buckets:
             yield bucket, plan.views(bucket, self._receive(bucket, deadline.restart()))
             self._release(deadline.restart())
+            yield None
         self._settle(deadline.restart())
 
     def fail(self, message: str) -> None:

@@ -18,7 +18,7 @@ from functools import cache
 
 from wsync.deadline import Deadline
 from wsync.errors import PeerError, ProtocolError
-from wsync.wire import FrameReader, send_frame
+from wsync.wire import FrameReader, offer, send_frame, wait_ready
 
 MAX_BYTES = 1 << 20
 """Longest frame on these sockets, in bytes, unless the caller says more: a failure with its traceback."""
@@ -34,7 +34,8 @@ _CREDENTIALS = struct.Struct("iII")  # pid, uid, gid
 class Link:
     """One socket and the process behind it.
 
-    `send` and `shutdown` may be called from any thread, the rest from one at a time.
+    `send` and `shutdown` may be called from any thread, the rest from one at a time. In the place of `send`, another
+    thread may `offer` and `wait_writable`.
 
     Attributes:
         peer: who is on the other side, for messages.
@@ -68,6 +69,14 @@ class Link:
         """Send one frame. Raises `PeerError`, `SyncTimeout`."""
         with self._sending:
             send_frame(self._sock, message, deadline, fds, peer=self.peer)
+
+    def offer(self, data: memoryview) -> memoryview:
+        """Send what the socket takes of a frame now, and return the rest. Raises `PeerError`."""
+        return offer(self._sock, data, peer=self.peer)
+
+    def wait_writable(self, deadline: Deadline) -> None:
+        """Wait until the socket takes something, or its end is heard. Raises `SyncTimeout`, `ClosedError`."""
+        wait_ready(self._sock, select.POLLOUT, deadline, f"{self.peer} to take a message")
 
     def receive(self) -> tuple[object, ...] | None:
         """The next frame, None if none is here. Raises `PeerError` once the peer is gone and all it sent was read."""
