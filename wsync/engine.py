@@ -169,20 +169,18 @@ class WorkerEngine(ABC):
         """Start every worker's loop and return at once. Raises `EngineStateError` before any update call."""
         if self._asleep or not self._seen_awake:  # `pause` has just looked: a look may be a call of the engine
             self._require_weights(f"take version {version}")
-        self._seen_awake = False
         self._fence(f"take version {version}", deadline)
         if self._attempt is not None:
             raise EngineStateError(f"{self.name}: attempt {self._attempt} is not over yet; finish or abort it first")
         if version <= self.last_version():
             raise EngineStateError(f"{self.name} was given version {self._newest}; {version} is not newer")
-        self._attempt, self._taking = attempt, version
-        asked = {"version": version, "attempt": attempt, "digest": digest, "void": self._void}
+        self._attempt, self._taking, self._seen_awake = attempt, version, False
+        message = {"version": version, "attempt": attempt, "digest": digest, "void": self._void}
+        message |= {"timeout_s": deadline.timeout_s}
         try:
             self.guard(self._reason_not_to_serve())
             work = f"{self.name} to load version {version}"
-            self._update = Background(
-                work, lambda: self._ask("update", {**asked, "timeout_s": deadline.timeout_s}, None)
-            )
+            self._update = Background(work, lambda: self._ask("update", message, None))
         except BaseException:  # no thread, say
             self._attempt, self._abandoned = None, attempt
             self.guard(self._reason_not_to_serve())
