@@ -54,37 +54,6 @@ def test_workers_that_were_left_in_doubt_serve_after_a_sync(engine: FakeEngine, 
     assert engine.reason is None
 
 
-class Looking(FakeEngine):
-    """Notes when it looks whether its weights are there, which may be a call of the engine."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.looks: list[str] = []
-
-    def _require_weights(self, doing: str) -> None:
-        self.looks.append(doing.partition(" ")[0])
-        super()._require_weights(doing)
-
-
-def test_a_sync_looks_once_whether_the_weights_are_there() -> None:
-    engine = Looking()
-    for version in (1, 2):
-        engine.pause("wait", soon())
-        engine.begin(version, "a", soon(), digest=False)
-        engine.join(soon())
-        engine.finish(version, "a", soon())
-        engine.resume()
-    assert engine.looks == ["be", "be"]
-    engine.begin(3, "a", soon(), digest=False)
-    engine.join(soon())
-    engine.finish(3, "a", soon())
-    assert engine.looks == ["be", "be", "take"]
-    engine.pause("wait", soon())
-    engine.sleep(1)
-    with pytest.raises(EngineStateError, match="asleep and cannot take version 4"):
-        engine.begin(4, "a", soon(), digest=False)
-
-
 # Order: errors come before any call.
 
 
