@@ -1,11 +1,13 @@
 """Tensors between trainer ranks whose shards are on CUDA devices: NCCL, in a communicator of wsync's own."""
 
 import select
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from wsync.background import Background
 from wsync.deadline import Deadline
 from wsync.errors import ConfigError, ProtocolError, UnsupportedError
 from wsync.transfers import Messages
@@ -67,7 +69,8 @@ class DeviceTransfers:
             invitations: of all ranks.
             rank: this one.
             device: of its shards.
-            check: called wherever other ranks are waited for; raises if one of them is gone.
+            check: called wherever other ranks are waited for; raises if one of them is gone. It is kept for as long as
+                the communicator lives.
             deadline: for all ranks to be here.
 
         Raises:
@@ -79,14 +82,15 @@ class DeviceTransfers:
         key = invitations[0]["key"]
         if len(key) != KEY_BYTES:
             raise ProtocolError("trainer rank 0 posted no key of NCCL's")
-        self._device, self._check, self._deadline = device, check, deadline
+        self._device, self._watch = device, _Watch(check, deadline)
         self._last: Any = None
         with torch.cuda.device(device):
-            self._communicator = Communicator(load(), key, rank, len(invitations), self._look_around)
+            self._communicator = Communicator(load(), key, rank, len(invitations), self._watch)
+        weakref.finalize(self, _leave, self._communicator).atexit = False
 
     def run(self, sends: Messages, receives: Messages, deadline: Deadline) -> None:
         """See `Transfers`. Queued when this returns."""
-        self._deadline = deadline
+        self._watch.deadline = deadline
         self._communicator.look()
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
@@ -97,10 +101,10 @@ class DeviceTransfers:
 
     def settle(self, deadline: Deadline) -> None:
         """See `Transfers`."""
-        self._deadline = deadline
+        self._watch.deadline = deadline
         while self._last is not None and not self._last.query():
             self._communicator.look()
-            self._look_around()
+            self._watch()
             select.select((), (), (), 0)  # other threads may run; time.sleep(0) would take 50 us
         self._last = None
 
@@ -108,9 +112,21 @@ class DeviceTransfers:
         """See `Transfers`. The device's memory is given back."""
         self._communicator.abort()
 
-    def _look_around(self) -> None:
+
+class _Watch:
+    """What ends a wait for other ranks."""
+
+    def __init__(self, check: Callable[[], None], deadline: Deadline) -> None:
+        self._check, self.deadline = check, deadline
+
+    def __call__(self) -> None:
         self._check()
-        self._deadline.remaining("trainer ranks to exchange their shards over NCCL")
+        self.deadline.remaining("trainer ranks to exchange their shards over NCCL")
+
+
+def _leave(communicator: Communicator) -> None:
+    """Whoever collects garbage shall not wait for the device."""
+    Background("NCCL to end a communicator", communicator.abort)
 
 
 def _spans(messages: Messages) -> Sequence[Span]:

@@ -303,7 +303,13 @@ class Group:
             return HostTransfers(self.rank, self.world_size, store, self.timeout_s, self._links, self._death_during)
         said = self.gather("invite", lambda: invite(self.rank, device), deadline)
         invitations = cast("Sequence[Mapping[str, Any]]", said)
-        return DeviceTransfers(invitations, self.rank, device, self._check_alive, deadline)
+        group = weakref.ref(self)  # a group that is dropped without close takes its communicator along
+
+        def check() -> None:
+            if (here := group()) is not None and here._links.lost:
+                raise here._death_during("a transfer")
+
+        return DeviceTransfers(invitations, self.rank, device, check, deadline)
 
     @contextmanager
     def _dropped_if_broken(self) -> Iterator[None]:
@@ -312,10 +318,6 @@ class Group:
         except BaseException:
             self.reset()
             raise
-
-    def _check_alive(self) -> None:
-        if self._links.lost:
-            raise self._death_during("a transfer")
 
     def _death_during(self, what: str) -> RankError:
         return self._death(sorted(self._links.lost), f"during {what}")

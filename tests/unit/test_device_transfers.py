@@ -1,6 +1,7 @@
 """Tensors between ranks over a stand-in for NCCL that moves real bytes: order, partners that differ, and failures."""
 
 import ctypes
+import gc
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -196,6 +197,14 @@ def test_nccl_s_own_failure_is_an_error(libraries: list[Library]) -> None:
         transfers.settle(Deadline.after(PATIENCE_S))
     with pytest.raises(TransportError, match="what was queued failed: code 6"):
         transfers.run([], [], Deadline.after(PATIENCE_S))
+
+
+def test_a_communicator_that_is_dropped_is_given_back(libraries: list[Library]) -> None:
+    transfers, patience = transfers_of(0, 2), Deadline.after(PATIENCE_S)
+    del transfers
+    gc.collect()
+    while not libraries[0].aborted:
+        patience.remaining("the communicator to end")
 
 
 def refused(*invitations: Introduction) -> str:
