@@ -203,7 +203,8 @@ class Group:
                 words = self._letters().words(self.call, [0])
                 raise _stopped(phase, words) if words else trouble
         self._step += 1
-        self._letters().withdraw(self.call)
+        if self.letters is not None:
+            self.letters.withdraw(self.call)
         replies = [_opened(rank, message) for rank, message in enumerate(messages)]
         self._check(phase, replies)
         return replies

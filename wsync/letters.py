@@ -51,9 +51,8 @@ class Letters:
 
     def withdraw(self, before: float = math.inf) -> None:
         """Take back what this rank left about calls before that one, in which nobody is any more. Never raises."""
-        over = {call for call in self._left if call < before}
-        if over:
-            self._left -= over
+        if over := [call for call in self._left if call < before]:
+            self._left.difference_update(over)
             with suppress(Exception):  # then they stay: nothing is wrong with that
                 self.mailbox.drop_soon([_key(call, self._rank) for call in over], Deadline.after(_STORE_S))
 

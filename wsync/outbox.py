@@ -28,9 +28,8 @@ class Outbox:
     def put(self, frame: bytes) -> None:
         """Send `frame`, as `wsync.wire.frame_of` makes it, after what was put before. Does not wait."""
         with self._lock:
-            waiting = bool(self._rest)
             self._rest.append(memoryview(frame))
-            if not waiting and not self._flush():
+            if len(self._rest) == 1 and not self._flush():
                 Background(f"{self._link.peer} to take a message", self._go_on)
 
     def hang_up(self) -> None:

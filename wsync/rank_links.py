@@ -141,18 +141,15 @@ class RankLinks(ABC):
     def say(self, frame: Frame, *ranks: int) -> None:
         """Send it to those of `ranks` that have a link. Does not wait until they take it. Never raises."""
         data = frame_of(frame)
-        for outbox in self._reached(ranks):
-            outbox.put(data)
+        for rank in ranks:
+            if outbox := self._outboxes.get(rank):
+                outbox.put(data)
 
     def part(self, rank: int) -> None:
         """Say good-bye and hang up. Never raises."""
         self.say(("bye",), rank)
-        for outbox in self._reached([rank]):
+        if outbox := self._outboxes.get(rank):
             outbox.hang_up()
-
-    def _reached(self, ranks: Sequence[int]) -> Sequence[Outbox]:
-        with self.changed:
-            return [self._outboxes[rank] for rank in ranks if rank in self._outboxes]
 
     # What the thread that listens does.
 

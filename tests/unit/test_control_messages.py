@@ -52,9 +52,9 @@ class Tally:
 
 @contextmanager
 def counted(patch: pytest.MonkeyPatch) -> Iterator[Tally]:
-    """Count the calls to engine workers, the rounds of trainer ranks and the frames of both, and of shared memory."""
+    """Count the calls to engine workers, the rounds of trainer ranks and the frames of shared memory, both ways."""
     tally = Tally()
-    call, post, send, put = HFEngine.call, Group._post, Link.send, Outbox.put
+    call, post, send = HFEngine.call, Group._post, Link.send
 
     def counted_call(self: HFEngine, method: str, payload: bytes, timeout_s: float | None) -> Sequence[bytes]:
         tally.add(f"call {method}")
@@ -68,15 +68,21 @@ def counted(patch: pytest.MonkeyPatch) -> Iterator[Tally]:
         tally.add(f"frame {message[0]}")
         send(self, message, deadline, fds)
 
+    patch.setattr(HFEngine, "call", counted_call)
+    patch.setattr(Group, "_post", counted_post)
+    patch.setattr(Link, "send", counted_send)
+    yield tally
+
+
+def count_between_ranks(patch: pytest.MonkeyPatch, tally: Tally) -> None:
+    """Count what ranks say over their links. For a process that is one of them, and has no others' links."""
+    put = Outbox.put
+
     def counted_put(self: Outbox, frame: bytes) -> None:
         tally.add("frame between ranks")
         put(self, frame)
 
     patch.setattr(Outbox, "put", counted_put)
-    patch.setattr(HFEngine, "call", counted_call)
-    patch.setattr(Group, "_post", counted_post)
-    patch.setattr(Link, "send", counted_send)
-    yield tally
 
 
 def config(bucket_bytes: int) -> wsync.SyncConfig:
@@ -126,6 +132,7 @@ def _rank_messages(me: Rank, count: int, bucket_bytes: int) -> list[dict[str, in
     model = Toy(count) if me.rank == 0 else None
     fully_shard(actor)
     with pytest.MonkeyPatch.context() as patch, counted(patch) as tally:
+        count_between_ranks(patch, tally)
         engine = HFEngine(model) if model is not None else None
         with wsync.connect(actor, engine, config=config(bucket_bytes)) as session:
             counts = [tally.take()]
