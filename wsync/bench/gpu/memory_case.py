@@ -101,13 +101,17 @@ def vllm_memory(name: str, *, small: bool = False, device: str = "cuda") -> Outc
 
 
 def sglang_memory(name: str, *, layers: int = 4, device: str = "cuda") -> Outcome:
-    """The same phases with an SGLang in processes of its own, which releases its tags; weights are new, not trained."""
+    """The same phases with an SGLang in processes of its own, which releases its tags; weights are new, not trained.
+
+    Before that one sync for which only its KV cache leaves.
+    """
     with tempfile.TemporaryDirectory() as folder:
         config = models.config_of(models.DENSE, _DTYPE, layers=layers)
         engine = engines.start_sglang(models.make_folder(config, Path(folder)), "bfloat16", sleep=True)
         actor = models.make_actor(config, _DTYPE, 1, device)
-        memory = wsync.MemoryManager(engine=engine, models={"actor": actor})
         outcome = outcome_of(name, actor, _DTYPE, ())
+        _told_apart(outcome, engine, actor)
+        memory = wsync.MemoryManager(engine=engine, models={"actor": actor})
 
         def turns() -> None:
             said = list[Answers]()
@@ -130,6 +134,22 @@ def sglang_memory(name: str, *, layers: int = 4, device: str = "cuda") -> Outcom
         outcome.checks["the tag of the weights has all of them"] = tags.get("engine weights", 0) >= outcome.nbytes
         engine.shutdown()
     return outcome
+
+
+def _told_apart(outcome: Outcome, engine: Any, actor: Any) -> None:
+    """As an engine with devices of its own: paused, it gives up its KV cache alone for the time of a sync."""
+    said = [engines.answers_of(engine)]
+    memory = wsync.MemoryManager(engine=engine, models={"actor": actor}, colocated=False)
+    memory.enter("rollout")
+    models.randomize(actor, 8)
+    expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
+    wsync.sync(actor, engine, memory=memory)
+    outcome.checks["tokens after the KV cache alone was away"] = says(engine, expected, said)
+    freed = [move.freed for move in memory.ledger.moves() if str(move.step) == "release engine kv_cache"]
+    outcome.facts["bytes that the KV cache alone gave back"] = freed
+    outcome.checks["the KV cache alone gave memory back"] = bool(freed) and min(freed) > 0
+    outcome.facts["steps with devices of its own"] = memory.ledger.moves_table().splitlines()
+    memory.close()
 
 
 def predicted(config: Any, cache_bytes: int, total: int) -> Mapping[str, int]:
