@@ -275,5 +275,11 @@ KINDS: Mapping[str, Kind] = {
     "hf-pull-4": Kind(start=HereHF, ranks=4, everywhere=True, path="pull", families=_FEW),
     "vllm-launcher-tp2-pull": Kind(start=_vllm_parts(2), needs="vllm", everywhere=True, path="pull", families=_FEW),
     "vllm-workers-tp2-pull": Kind(start=_vllm_workers(2, PLAIN_EXTENSION), needs="vllm", path="pull", families=_FEW),
+    "vllm-workers-tp2-pull-4": Kind(
+        start=_vllm_workers(2, PLAIN_EXTENSION), needs="vllm", ranks=4, path="pull", families=_FEW
+    ),
     "sglang-tp2-pull": Kind(start=lambda folder: SGLang(folder, tp=2), needs="sglang", path="pull", families=_FEW),
+    "sglang-tp2-pull-4": Kind(
+        start=lambda folder: SGLang(folder, tp=2), needs="sglang", ranks=4, path="pull", families=_FEW
+    ),
 }

@@ -30,7 +30,9 @@ QUICK: Mapping[tuple[str, str], Sequence[str]] = {
     ("sglang", "qwen3-tied"): ("fsdp2", "lora-fsdp2"),
     ("hf-worker-pull", "qwen3-moe"): ("plain", "fsdp2", "lora-fsdp2", "checkpoint"),
     ("vllm-workers-tp2-pull", "llama"): ("fsdp2", "zero3"),
+    ("vllm-workers-tp2-pull-4", "llama"): ("fsdp2", "hsdp"),
     ("sglang-tp2-pull", "llama"): ("fsdp2", "zero3"),
+    ("sglang-tp2-pull-4", "llama"): ("fsdp2", "hsdp"),
 }
 """(engine, family) -> trainers: each trainer, each engine and each family once, and the quickest of what is pulled."""
 

@@ -158,11 +158,11 @@ def adapted(family: str, seed: int) -> Any:
     return get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)).eval()
 
 
-def sharded(model: Any) -> Any:
+def sharded(model: Any, **options: Any) -> Any:
     """FSDP2: decoder layers, then the rest."""
     for module in _layers(model):
-        fully_shard(module)
-    fully_shard(model)
+        fully_shard(module, **options)
+    fully_shard(model, **options)
     return model
 
 
@@ -183,6 +183,14 @@ def compiled(family: str, seed: int, folder: Path) -> Trainer:
 
 def fsdp2(family: str, seed: int, folder: Path) -> Trainer:
     model = sharded(build(family, seed))
+    return Trainer(model, model)
+
+
+def hsdp(family: str, seed: int, folder: Path) -> Trainer:
+    """Two copies, if there are several ranks, each in shards over half of them."""
+    copies = min(2, dist.get_world_size())
+    mesh = init_device_mesh("cpu", (copies, dist.get_world_size() // copies), mesh_dim_names=("copies", "shards"))
+    model = sharded(build(family, seed), mesh=mesh)
     return Trainer(model, model)
 
 
@@ -256,6 +264,7 @@ TRAINERS: Mapping[str, Callable[[str, int, Path], AnyTrainer]] = {
     "ddp": ddp,
     "compiled": compiled,
     "fsdp2": fsdp2,
+    "hsdp": hsdp,
     "tp": tensor_parallel,
     "fsdp1": fsdp1,
     "zero0": zero(0),
