@@ -1,12 +1,13 @@
 """Tables of copies on a GPU, one launch for each kind, with the cast inside. Needs Triton, as CUDA builds of torch do.
 
 Rows name memories, not addresses: when a tensor has moved, the list of addresses is sent anew and the tables stay.
-Lists are kept: a bucket lies in another slot of the same ring at every sync, and to send one keeps the host until all
-that is queued has been done.
+Lists are kept, as a bucket lies in another slot of the same ring at every sync. What is sent goes on a stream of its
+own: the host waits until it is there, and must not wait for what else is queued, which may be waiting for another rank.
 """
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from wsync.copies import UNKNOWN, Keys, copy_views
+from wsync.runs import IntArray
 from wsync.tiles import TILE, Kind, tables
 from wsync.traits import addresses
 from wsync.views import Pair
@@ -98,12 +100,27 @@ class Launches:
             rows, self._others = tables(self._pairs, CASTS, alignment)
             # The device begins with the longest, and the host has the others ready before it is done.
             longest_first = sorted(rows.items(), key=lambda item: -len(item[1]))
-            self._tables = {kind: torch.from_numpy(table).to(self._device) for kind, table in longest_first}
+            self._tables = {kind: _sent(table, self._device) for kind, table in longest_first}
             self._alignment = alignment
-        both = torch.from_numpy(np.array(found, np.int64)).to(self._device)
+        both = _sent(np.array(found, np.int64), self._device)
         if len(self._known) == _MOST_LISTS:
             del self._known[next(iter(self._known))]
         self._lists = self._known[found] = both[:num_sources], both[num_sources:]
+
+
+def _sent(array: IntArray, device: torch.device) -> torch.Tensor:
+    """A copy on `device`, for its current stream, which is not waited for."""
+    current = torch.cuda.current_stream(device)
+    with torch.cuda.stream(_sending(device)):
+        sent = torch.from_numpy(array).to(device)
+    sent.record_stream(current)
+    return sent
+
+
+@cache
+def _sending(device: torch.device) -> Any:
+    make: Any = torch.cuda.Stream
+    return make(device)
 
 
 def _same(keys: Keys, last: Keys) -> bool:

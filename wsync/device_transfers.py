@@ -36,16 +36,18 @@ def invite(rank: int, device: torch.device) -> Introduction:
     return {**introduce(device), "key": make_key() if rank == 0 else b""}
 
 
-def compare(introductions: Sequence[Introduction], rank: int) -> None:
-    """Raises `ConfigError` if no communicator of these ranks, of which this is `rank`, would work."""
-    mine = introductions[rank]
-    for other, theirs in enumerate(introductions):
-        if other != rank and theirs["device"] == mine["device"]:
+def compare(introductions: Sequence[Introduction]) -> None:
+    """Raises `ConfigError` if no communicator of these ranks would work. All of them come to the same."""
+    first = introductions[0]["environment"]
+    holders: dict[object, int] = {}
+    for rank, one in enumerate(introductions):
+        other = holders.setdefault(one["device"], rank)
+        if other != rank:
             raise ConfigError(
-                f"trainer ranks {rank} and {other} have their shards on one device, {mine['device']}: NCCL takes every "
+                f"trainer ranks {other} and {rank} have their shards on one device, {one['device']}: NCCL takes every "
                 f"device once"
             )
-        if unlike := differences(mine["environment"], theirs["environment"], f"trainer rank {other}"):
+        if unlike := differences(first, one["environment"], "at trainer rank 0", f"at trainer rank {rank}"):
             raise ConfigError(
                 f"{'; '.join(unlike)}. NCCL would wait for ever between ranks that differ in this: start all with the "
                 f"same"
@@ -78,7 +80,7 @@ class DeviceTransfers:
             ProtocolError: rank 0 gave no key of NCCL's.
             TransportError, SyncTimeout, and what `check` raises: the communicator was not formed; nothing is left.
         """
-        compare(invitations, rank)
+        compare(invitations)
         key = invitations[0]["key"]
         if len(key) != KEY_BYTES:
             raise ProtocolError("trainer rank 0 posted no key of NCCL's")

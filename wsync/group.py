@@ -298,18 +298,23 @@ class Group:
 
     def _meet(self, device: torch.device, deadline: Deadline) -> Transfers:
         """*Collective.* The data communicator for shards on `device`."""
-        if device.type == "cpu":
-            shared: Any = self._private_store()
-            store = PrefixStore(f"data/{self.call}", shared.clone())  # a wait on it must not block the trainer's
-            return HostTransfers(self.rank, self.world_size, store, self.timeout_s, self._links, self._death_during)
-        said = self.gather("invite", lambda: invite(self.rank, device), deadline)
-        invitations = cast("Sequence[Mapping[str, Any]]", said)
-        group = weakref.ref(self)  # a group that is dropped without close takes its communicator along
+        group = weakref.ref(self)  # one that is dropped without close takes its communicator along
+
+        def death(what: str) -> RankError:
+            here = group()
+            assert here is not None  # it waits
+            return here._death(sorted(here._links.lost), f"during {what}")
 
         def check() -> None:
             if (here := group()) is not None and here._links.lost:
-                raise here._death_during("a transfer")
+                raise death("a transfer")
 
+        if device.type == "cpu":
+            shared: Any = self._private_store()
+            store = PrefixStore(f"data/{self.call}", shared.clone())  # a wait on it must not block the trainer's
+            return HostTransfers(self.rank, self.world_size, store, self.timeout_s, self._links, death)
+        said = self.gather("invite", lambda: invite(self.rank, device), deadline)
+        invitations = cast("Sequence[Mapping[str, Any]]", said)
         return DeviceTransfers(invitations, self.rank, device, check, deadline)
 
     @contextmanager
@@ -319,9 +324,6 @@ class Group:
         except BaseException:
             self.reset()
             raise
-
-    def _death_during(self, what: str) -> RankError:
-        return self._death(sorted(self._links.lost), f"during {what}")
 
 
 def _stopped(phase: str, words: Mapping[int, object]) -> RankError:

@@ -194,7 +194,7 @@ def _check_gathers(sent: Plan, senders: Sequence[int], device: torch.device, gro
     else:
         return
     introductions = cast("Sequence[Introduction]", group.gather("introduce", lambda: introduce(device), patience))
-    group.local("compare", lambda: compare(introductions, group.rank), patience)
+    group.local("compare", lambda: compare(introductions), patience)
 
 
 def _refuse_in_place(producer: Producer, choices: Sequence[Choice], config: SyncConfig) -> str:

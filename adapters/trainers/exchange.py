@@ -125,8 +125,19 @@ class Exchange:
         slot: torch.Tensor | None,
         group: Group,
         deadline: Deadline,
+        *,
+        first: bool = False,
     ) -> None:
-        """Exchange with the other ranks and put what they sent in its place in `slot`. `boxes`: outbox and inbox."""
+        """Exchange with the other ranks and put what they sent in its place in `slot`.
+
+        Args:
+            boxes: outbox and inbox.
+            slot: uint8, on the device of the boxes; None on a rank that is no sender.
+            group: of all ranks.
+            deadline: for what has to be waited for.
+            first: wait for the exchange on a device. What runs there for the first time waits for all that is queued,
+                and does not hear of a rank that died.
+        """
         outbox, inbox = boxes
         if self.exchanged:
             # The first transfer connects all ranks: one that has nothing to say must be there too.
@@ -136,6 +147,8 @@ class Exchange:
                 [message.of(inbox if slot is None or not in_slot else slot) for in_slot, message in self.receives],
                 deadline,
             )
+            if first:
+                group.settle(deadline)
         if slot is not None:
             self.moves.run([inbox], [slot])
 

@@ -7,11 +7,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from wsync.adapters.trainers.exchange import Exchange, Layout, Piece, compile_exchange
+from wsync.adapters.trainers.exportable import check_exportable, check_present, plain
 from wsync.adapters.trainers.exposed import parts_of
 from wsync.adapters.trainers.names import Held, Source, held_tensors, left_out, sources
 from wsync.deadline import Deadline
@@ -22,7 +20,7 @@ from wsync.group import Group
 from wsync.plan import Bucket, Owner, Plan, TensorSpec
 from wsync.pull.exports import Share, Shares
 from wsync.regions import Region
-from wsync.strided import lacking_bytes, memory_view
+from wsync.strided import memory_view
 from wsync.targets import key_of, memories_of
 from wsync.views import Place, Views
 
@@ -54,6 +52,8 @@ class ShardedProducer:
         self._references: tuple[tuple[Sequence[str], tuple[Place, ...]] | None, ...] = ()
         self._shared: tuple[Sequence[str], tuple[Share, ...]] = ((), ())
         self._boxes: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._beside: torch.Tensor | None = None
+        self._filled: set[int] = set()
         self._staged: int | None = None
         self._device = torch.device("cpu")
 
@@ -65,7 +65,7 @@ class ShardedProducer:
     @property
     def staging_bytes(self) -> int:
         """Bytes of the buffers that this rank keeps from one sync to the next."""
-        return 0 if self._boxes is None else sum(box.numel() for box in self._boxes)
+        return sum(memory.numel() for memory in (*(self._boxes or ()), self._beside) if memory is not None)
 
     def metadata(self) -> Sequence[TensorSpec]:
         """See `wsync.Producer`."""
@@ -100,7 +100,8 @@ class ShardedProducer:
         self._references = tuple(self._placed(self._find(bucket, plan, group)) for bucket in plan.buckets)
         if plan.pulled is not None:
             self._shared = parts_of(plan.pulled, self._pieces, self._layouts)
-        self._boxes = None
+        self._boxes = self._beside = None
+        self._filled.clear()
 
     def open(self) -> None:
         """See `wsync.Producer`. Raises `ClosedError` if the module is gone."""
@@ -152,7 +153,7 @@ class ShardedProducer:
     def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
         """See `wsync.Producer`."""
         exchange = self._exchanges[bucket.index]
-        exchange.stage(self._readable(exchange.parents(slot)), self._buffers()[0], slot)
+        exchange.stage(self._readable(exchange.parents(slot)), self._buffers()[0], self._near(exchange, slot))
         self._staged = bucket.index
 
     @torch.no_grad()
@@ -162,8 +163,13 @@ class ShardedProducer:
             raise ProtocolError(f"bucket {bucket.index} is to be filled, but bucket {self._staged} was staged last")
         self._staged = None
         _, group = self._prepared()
-        deadline = Deadline.after(group.timeout_s)
-        self._exchanges[bucket.index].fill(self._buffers(), slot, group, deadline)
+        exchange, deadline = self._exchanges[bucket.index], Deadline.after(group.timeout_s)
+        near, first = self._near(exchange, slot), bucket.index not in self._filled
+        self._filled.add(bucket.index)
+        exchange.fill(self._buffers(), near, group, deadline, first=first)
+        if slot is not None and near is not None and near is not slot:
+            group.settle(deadline)  # hears of deaths, which the copy does not
+            slot[: bucket.nbytes].copy_(near[: bucket.nbytes])
 
     @torch.no_grad()
     def digests(self, names: Sequence[str]) -> Sequence[int]:
@@ -194,7 +200,8 @@ class ShardedProducer:
             boxes = self._allocate(exchange.outbox_nbytes), self._allocate(exchange.inbox_nbytes)
             slot = self._allocate(bucket.nbytes)
             exchange.stage(self._readable(exchange.parents(slot)), boxes[0], slot)
-            exchange.fill(boxes, slot, group, Deadline.after(group.timeout_s))
+            deadline = Deadline.after(group.timeout_s)
+            exchange.fill(boxes, slot, group, deadline, first=True)
             yield spec.name, bucket.tensors[0].view(slot)
 
     def close(self) -> None:
@@ -242,10 +249,10 @@ class ShardedProducer:
         all_held, found = self._held(module), {}
         with torch.no_grad():
             for name, held in all_held.items():
-                _check_exportable(name, held.tensor)
+                check_exportable(name, held.tensor)
                 local, placing = self._local(held.tensor) if held.start is None else (held.tensor, held.start)
-                _check_present(name, local)
-                local = _plain(local)
+                check_present(name, local)
+                local = plain(local)
                 key = (held.shape, held.tensor.dtype, local.shape, local.stride(), placing)
                 layout = self._known.get(key)
                 if layout is None:
@@ -354,41 +361,17 @@ class ShardedProducer:
             )
         return self._boxes
 
+    def _near(self, exchange: Exchange, slot: torch.Tensor | None) -> torch.Tensor | None:
+        """`slot`, or memory on the device of the shards in place of one that is elsewhere and that others send to."""
+        if slot is None or slot.device == self._device or not exchange.exchanged:
+            return slot
+        if self._beside is None or self._beside.numel() < slot.numel():
+            self._beside = self._allocate(slot.numel())
+        return self._beside
+
     def _compile(self, plan: Plan, senders: Sequence[int], group: Group) -> tuple[Exchange, ...]:
         gathers = GatherPlan(plan, senders, group.rank, group.world_size).buckets
         return tuple(compile_exchange(gather, self._pieces, self._layouts) for gather in gathers)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-
-
-def _check_exportable(name: str, tensor: torch.Tensor) -> None:
-    """Raise `UnsupportedError` for tensors without plain memory of their own."""
-    reason = None
-    if is_lazy(tensor):
-        reason = "is not initialised yet; run a forward first"
-    elif tensor.layout != torch.strided:
-        reason = f"has layout {tensor.layout}; only strided tensors can be exported"
-    elif tensor.device.type == "meta":
-        reason = "is on the meta device and has no bytes; materialise it first"
-    elif is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
-        reason = f"is a {type(tensor).__name__}, whose bytes lie in other tensors; export those instead"
-    if reason:
-        raise UnsupportedError(f"{name} {reason}")
-
-
-def _check_present(name: str, local: torch.Tensor) -> None:
-    """Raise `MismatchError` if there is no memory behind `local`, or it is a shard to this producer's surprise."""
-    if isinstance(local, DTensor):
-        raise MismatchError(f"{name} is a DTensor: it was sharded after connect; connect again")
-    lacking = lacking_bytes(local)
-    if lacking:
-        raise MismatchError(
-            f"{name} has {local.nbytes} bytes, of which its storage lacks {lacking}: it was freed or offloaded; bring "
-            f"it back before a sync"
-        )
-
-
-def _plain(local: torch.Tensor) -> torch.Tensor:
-    """`local` itself, or a copy if its memory holds the conjugate or the negative of what it shows."""
-    return local.detach().resolve_conj().resolve_neg()

@@ -118,12 +118,32 @@ def zero3_into_engines_of_every_rank(me: Rank) -> int:
     return report.tensors
 
 
-def a_rank_is_killed(me: Rank) -> tuple[str, float, bool]:
+def an_engine_in_host_memory(me: Rank) -> str:
+    """Slots that NCCL cannot write: what others send goes by memory beside the shards."""
+    actor = sharded(me, 1)
+    with tempfile.TemporaryDirectory() as folder:
+        llama(0).save_pretrained(folder)
+        engine = HFEngine.launch(folder, device="cpu", timeout_s=60.0) if me.rank == 0 else None
+        try:
+            with wsync.connect(actor, engine, config=CONFIG) as session:
+                for seed in (2, 3):
+                    expected = renew(me, actor, seed)
+                    report = session.sync()
+                    if engine is not None:
+                        check_engine(engine, expected)
+        finally:
+            if engine is not None:
+                engine.close()
+    return report.transport
+
+
+def a_rank_is_killed(me: Rank, syncs: int) -> tuple[str, float, bool]:
     """SIGKILL of rank 1 where rank 0 waits for its shards on the device: what that hears, when, and if it is well."""
     actor = sharded(me, 1)
     engine = llama(100).to("cuda") if me.rank == 0 else None
     with wsync.connect(actor, engine, config=CONFIG) as session:
-        session.sync()
+        for _ in range(syncs):
+            session.sync()
         healthy = ShardedProducer.fill
 
         def fill(self: ShardedProducer, bucket: wsync.Bucket, slot: torch.Tensor | None) -> None:
@@ -192,8 +212,13 @@ def test_an_engine_on_one_rank() -> None:
     assert run_ranks(one_rank_owns_an_engine, 2, timeout_s=180)[0] == "cuda_ipc"
 
 
-def test_a_killed_rank_is_an_error_at_once_and_the_device_goes_on() -> None:
-    words, seconds, works = run_ranks(a_rank_is_killed, 2, timeout_s=120, expected_dead=[1])[0]
+def test_an_engine_in_host_memory() -> None:
+    assert run_ranks(an_engine_in_host_memory, 2, timeout_s=180)[0] == "shm"
+
+
+@pytest.mark.parametrize("syncs", [0, 1])
+def test_a_killed_rank_is_an_error_at_once_and_the_device_goes_on(syncs: int) -> None:
+    words, seconds, works = run_ranks(a_rank_is_killed, 2, syncs, timeout_s=120, expected_dead=[1])[0]
     assert words.startswith("RankError")
     assert "[1]" in words
     assert seconds < CONFIG.timeout_s / 2

@@ -26,6 +26,7 @@ from tests.distributed.exchange_steps import (
     run_cases,
     sync,
 )
+from wsync.adapters.trainers.exchange import Exchange
 from wsync.adapters.trainers.fsdp import FSDPProducer
 from wsync.deadline import Deadline
 from wsync.digest import digest
@@ -200,7 +201,39 @@ def mixed_module(me: Rank) -> None:
     assert me.rank == 0 or not differing(result, expected, torch.float32)
 
 
-CASES = (count_traffic, digests_and_full_tensors, fail_in_stage, export_partial_sum, mixed_module)
+class Beside(FSDPProducer):
+    """Takes every slot for one on another device."""
+
+    def _near(self, exchange: Exchange, slot: torch.Tensor | None) -> torch.Tensor | None:
+        if slot is None or not exchange.exchanged:
+            return slot
+        if self._beside is None:
+            self._beside = torch.full((1 << 20,), 0x3C, dtype=torch.uint8)
+        return self._beside
+
+
+def slots_on_another_device(me: Rank) -> tuple[int, int]:
+    """What is exchanged goes by memory beside the shards; bytes of it, and what the producer says that it keeps."""
+    model = sharded()
+    producer = Beside(model)
+    plan = plan_of(producer, torch.bfloat16, 512)
+    producer.prepare(plan, [0, 1], make_group(me, "beside"))
+    for _ in range(2):
+        result = sync(producer, plan, [0, 1], me.rank)
+        assert not differing(result, full(model), torch.bfloat16)
+        optimizer_step(model)
+    assert producer._beside is not None
+    return producer._beside.numel(), producer.staging_bytes
+
+
+CASES = (
+    count_traffic,
+    digests_and_full_tensors,
+    fail_in_stage,
+    export_partial_sum,
+    mixed_module,
+    slots_on_another_device,
+)
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +275,11 @@ def test_a_partial_sum_is_refused_by_name(outcomes: dict[str, list[Outcome]]) ->
 
 def test_plain_parameters_and_empty_shards_mix_with_sharded_ones(outcomes: dict[str, list[Outcome]]) -> None:
     assert results(outcomes, mixed_module) == [None, None]
+
+
+def test_slots_on_another_device_are_filled_from_memory_beside_the_shards(outcomes: dict[str, list[Outcome]]) -> None:
+    for beside, kept in results(outcomes, slots_on_another_device):
+        assert kept >= beside > 0
 
 
 def test_the_death_of_a_rank_is_an_error_within_the_deadline() -> None:

@@ -16,7 +16,7 @@ import torch
 from wsync import device_transfers
 from wsync.background import Background
 from wsync.deadline import Deadline
-from wsync.device_transfers import DeviceTransfers, Introduction, introduce, invite
+from wsync.device_transfers import DeviceTransfers, Introduction, compare, introduce, invite
 from wsync.errors import ConfigError, ProtocolError, RankError, SyncTimeout, TransportError, UnsupportedError
 from wsync.transports.nccl_library import IN_PROGRESS, KEY_BYTES, SUCCESS
 
@@ -217,9 +217,20 @@ def test_what_could_not_work_is_refused_before_a_communicator_is_made(libraries:
     first, second = invite(0, DEVICES[0]), invite(1, DEVICES[1])
     assert "ranks 0 and 1 have their shards on one device, uuid 0" in refused(first, invite(1, DEVICES[0]))
     unlike = {**second, "environment": {"NCCL's version": "2.28.9", "NCCL_ALGO": "Ring"}}
-    assert "NCCL_ALGO is not set here and 'Ring' at trainer rank 1" in refused(first, unlike)
+    assert "NCCL_ALGO is not set at trainer rank 0 and 'Ring' at trainer rank 1" in refused(first, unlike)
     assert "posted no key" in refused({**first, "key": b""}, second)
     assert not any(library.aborted for library in libraries)
+
+
+def test_ranks_that_are_right_hear_what_is_wrong_between_others(libraries: list[Library]) -> None:
+    first, second, third = (introduce(DEVICES[index]) for index in (0, 1, 1))
+    with pytest.raises(ConfigError, match="ranks 1 and 2 have their shards on one device"):
+        compare([first, second, third])
+    unlike = {**introduce(DEVICES[2]), "environment": {"NCCL's version": "2.29.7"}}
+    with pytest.raises(
+        ConfigError, match=r"NCCL's version is '2\.28\.9' at trainer rank 0 and '2\.29\.7' at trainer rank 2"
+    ):
+        compare([first, second, unlike])
 
 
 def test_shards_elsewhere_are_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:

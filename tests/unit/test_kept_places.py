@@ -46,6 +46,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(kernel, "addresses", look)
+    monkeypatch.setattr(kernel, "_sent", lambda array, device: torch.from_numpy(array))
     monkeypatch.setattr(kernel, "_launch", lambda kind, table, lists, most: device.launched.append(int(lists[0][0])))
     return device
 

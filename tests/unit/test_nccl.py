@@ -145,12 +145,12 @@ def test_variables_that_do_not_matter_are_left_out(monkeypatch: pytest.MonkeyPat
 
 def test_every_difference_is_named_with_both_values() -> None:
     here, there = {"NCCL_ALGO": "Ring", "NCCL_PROTO": "LL"}, {"NCCL_ALGO": "Tree", "NCCL_BUFFSIZE": "1"}
-    assert differences(here, there, "the sender") == [
+    assert differences(here, there, "here", "at the sender") == [
         "NCCL_ALGO is 'Ring' here and 'Tree' at the sender",
         "NCCL_PROTO is 'LL' here and not set at the sender",
         "NCCL_BUFFSIZE is not set here and '1' at the sender",
     ]
-    assert differences(here, dict(here), "the sender") == []
+    assert differences(here, dict(here), "here", "at the sender") == []
 
 
 def test_a_receiver_compares_before_anything_is_made(devices: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,6 +244,15 @@ def test_an_exchange_is_one_group_which_ends_whatever_happens_in_it() -> None:
     with pytest.raises(TransportError, match="NCCL: an exchange cannot begin: code 6 of 7"):
         made.exchange([(1, 0, 8)], [], 0)
     assert library.called[len(expected) :] == ["start group", "send 8 to 1", "end group"]
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    library.called.clear()
+    library.send = interrupted  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        made.exchange([(1, 0, 8)], [], 0)
+    assert library.called == ["start group", "end group"]
 
 
 def test_a_wait_that_nobody_wants_ends_and_aborts() -> None:

@@ -36,6 +36,7 @@ class Ranks:
 
         def news() -> Export | None:
             self._producer.open()
+            self._group.settle(deadline)  # hears of deaths, which the next wait does not
             wait_for(queued(devices), deadline)
             shares, watch = self._producer.shares(self._bucket), Stopwatch()
             shares = self._staging.fill(shares)

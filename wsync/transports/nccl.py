@@ -56,7 +56,7 @@ class NcclBackend:
         """See `Backend`. Names what differs, with both values."""
         uuid, *pairs = [str(fact) for fact in facts] or [""]
         there = {name: value for name, _, value in (pair.partition("=") for pair in pairs)}
-        if unlike := differences(environment(), there, "the sender"):
+        if unlike := differences(environment(), there, "here", "at the sender"):
             raise ConfigError(
                 f"{'; '.join(unlike)}. NCCL would wait for ever between processes that differ in this: start both "
                 f"with the same"

@@ -50,11 +50,13 @@ class Communicator:
     def exchange(self, sends: Sequence[Span], receives: Sequence[Span], stream: int) -> None:
         """Queue all of it as one operation, on the current device. When it returns it is in the stream."""
         library, codes = self._library, [self._library.start_group()]
-        codes += [library.send(self._address, *span, stream) for span in sends]
-        codes += [library.receive(self._address, *span, stream) for span in receives]
-        codes.append(library.end_group())  # in any case: this thread's next call would be in the group
-        failed = [code for code in codes[:-1] if code not in (SUCCESS, IN_PROGRESS)]
-        self._settle(failed[0] if failed else codes[-1], "an exchange cannot begin")
+        try:
+            codes += [library.send(self._address, *span, stream) for span in sends]
+            codes += [library.receive(self._address, *span, stream) for span in receives]
+        finally:  # else all that this thread asks of NCCL from now on, the trainer's own too, would be in the group
+            ended = library.end_group()
+        failed = [code for code in codes if code not in (SUCCESS, IN_PROGRESS)]
+        self._settle(failed[0] if failed else ended, "an exchange cannot begin")
 
     def look(self) -> None:
         """Raises `TransportError` if a peer or the network has failed meanwhile."""

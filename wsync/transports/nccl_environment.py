@@ -31,12 +31,12 @@ def fingerprint(version: str) -> Mapping[str, str]:
     return {_VERSION: version, **{name: os.environ[name] for name in ALIKE if name in os.environ}}
 
 
-def differences(here: Mapping[str, str], there: Mapping[str, str], where: str) -> Sequence[str]:
-    """For people: each name of two fingerprints that has not one value, with both. `where` is whose the other is."""
+def differences(one: Mapping[str, str], other: Mapping[str, str], whose: str, others: str) -> Sequence[str]:
+    """For people: each name of two fingerprints that has not one value, with both and whose they are."""
     return [
-        f"{name} is {_shown(here, name)} here and {_shown(there, name)} at {where}"
-        for name in dict.fromkeys((*here, *there))
-        if here.get(name) != there.get(name)
+        f"{name} is {_shown(one, name)} {whose} and {_shown(other, name)} {others}"
+        for name in dict.fromkeys((*one, *other))
+        if one.get(name) != other.get(name)
     ]
 
 
