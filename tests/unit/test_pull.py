@@ -185,6 +185,9 @@ class Store:
     def gather(self, phase: str, make: Callable[[], object], deadline: Deadline) -> list[object]:
         return [make(), self.other]
 
+    def settle(self, deadline: Deadline) -> None:
+        """Nothing was transferred."""
+
 
 def test_what_another_rank_said_is_forgotten_with_the_session_s_workers() -> None:
     """A rank that left the round alone must hear the others' addresses again: all of them forget when they attach."""
