@@ -8,6 +8,11 @@ import torch
 from wsync.errors import TransportError
 
 
+def uuid_of(device: torch.device | int) -> str:
+    """Of a CUDA device of this process: the same in every process."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def device_of(uuid: str) -> torch.device:
     """The device of this process that has `uuid`: indexes differ where `CUDA_VISIBLE_DEVICES` does.
 
@@ -17,7 +22,7 @@ def device_of(uuid: str) -> torch.device:
     Raises `TransportError` if it is not visible here.
     """
     uuid = uuid.removeprefix("cuda:")
-    seen = [str(torch.cuda.get_device_properties(index).uuid) for index in range(torch.cuda.device_count())]
+    seen = [uuid_of(index) for index in range(torch.cuda.device_count())]
     if uuid not in seen:
         raise TransportError(
             f"device {uuid} is not visible to this process; it sees {seen}. Start it with that device in "

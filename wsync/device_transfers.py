@@ -1,6 +1,5 @@
 """Tensors between trainer ranks whose shards are on CUDA devices: NCCL, in a communicator of wsync's own."""
 
-import select
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,12 +8,16 @@ import torch
 
 from wsync.background import Background
 from wsync.deadline import Deadline
+from wsync.device import uuid_of
+from wsync.device_work import Events, queued, wait_for
 from wsync.errors import ConfigError, ProtocolError, UnsupportedError
 from wsync.transfers import Messages
-from wsync.transports.nccl import environment, make_key, uuid_of
+from wsync.transports.nccl import environment, make_key
 from wsync.transports.nccl_communicator import Communicator, Span
 from wsync.transports.nccl_environment import differences
 from wsync.transports.nccl_library import KEY_BYTES, load
+
+_WAITING_FOR = "trainer ranks to exchange their shards over NCCL"
 
 Introduction = Mapping[str, Any]
 """What a rank tells all others about itself; msgpack-able."""
@@ -85,7 +88,7 @@ class DeviceTransfers:
         if len(key) != KEY_BYTES:
             raise ProtocolError("trainer rank 0 posted no key of NCCL's")
         self._device, self._watch = device, _Watch(check, deadline)
-        self._last: Any = None
+        self._last: Events = ()
         with torch.cuda.device(device):
             self._communicator = Communicator(load(), key, rank, len(invitations), self._watch)
         weakref.finalize(self, _leave, self._communicator).atexit = False
@@ -95,35 +98,33 @@ class DeviceTransfers:
         self._watch.deadline = deadline
         self._communicator.look()
         with torch.cuda.device(self._device):
-            stream = torch.cuda.current_stream(self._device)
-            self._communicator.exchange(_spans(sends), _spans(receives), stream.cuda_stream)
-            make: Any = torch.cuda.Event
-            self._last = make()
-            self._last.record(stream)
+            stream = torch.cuda.current_stream(self._device).cuda_stream
+            self._communicator.exchange(_spans(sends), _spans(receives), stream)
+            self._last = queued([self._device])
 
     def settle(self, deadline: Deadline) -> None:
         """See `Transfers`."""
-        self._watch.deadline = deadline
-        while self._last is not None and not self._last.query():
-            self._communicator.look()
-            self._watch()
-            select.select((), (), (), 0)  # other threads may run; time.sleep(0) would take 50 us
-        self._last = None
+        wait_for(self._last, deadline, self._look, _WAITING_FOR)
+        self._last = ()
 
     def close(self) -> None:
         """See `Transfers`. The device's memory is given back."""
         self._communicator.abort()
+
+    def _look(self) -> None:
+        self._communicator.look()
+        self._watch.check()
 
 
 class _Watch:
     """What ends a wait for other ranks."""
 
     def __init__(self, check: Callable[[], None], deadline: Deadline) -> None:
-        self._check, self.deadline = check, deadline
+        self.check, self.deadline = check, deadline
 
     def __call__(self) -> None:
-        self._check()
-        self.deadline.remaining("trainer ranks to exchange their shards over NCCL")
+        self.check()
+        self.deadline.remaining(_WAITING_FOR)
 
 
 def _leave(communicator: Communicator) -> None:

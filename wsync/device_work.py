@@ -1,7 +1,7 @@
 """What a thread has queued on CUDA devices, as events that others wait for."""
 
 import select
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,15 @@ def order_after(events: Events) -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
 
-def wait_for(events: Events, deadline: Deadline) -> None:
-    """Wait until all of it is done. Raises `SyncTimeout`, and `RuntimeError` if a device failed."""
+def wait_for(
+    events: Events, deadline: Deadline, look: Callable[[], None] = lambda: None, waiting_for: str = ""
+) -> None:
+    """Wait until all of it is done, and call `look` meanwhile, which may end that by raising.
+
+    Raises `SyncTimeout`, which names `waiting_for` or else the device, and `RuntimeError` if a device failed.
+    """
     for device, event in events:
         while not event.query():
-            deadline.remaining(f"{device} to do what was queued")
+            look()
+            deadline.remaining(waiting_for or f"{device} to do what was queued")
             select.select((), (), (), 0)  # other threads may run; time.sleep(0) would take 50 us

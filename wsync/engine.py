@@ -175,8 +175,8 @@ class WorkerEngine(ABC):
         if version <= self.last_version():
             raise EngineStateError(f"{self.name} was given version {self._newest}; {version} is not newer")
         self._attempt, self._taking, self._seen_awake = attempt, version, False
-        message = {"version": version, "attempt": attempt, "digest": digest, "void": self._void}
-        message |= {"timeout_s": deadline.timeout_s}
+        message = {"version": version, "attempt": attempt, "timeout_s": deadline.timeout_s, "digest": digest}
+        message |= {"void": self._void}
         try:
             self.guard(self._reason_not_to_serve())
             work = f"{self.name} to load version {version}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from wsync.device import uuid_of
 from wsync.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ def _device_name(device: torch.device) -> str:
         return "cpu"
     if device.type != "cuda":
         raise UnsupportedError(f"weights on a {device.type!r} device cannot be placed; cpu and cuda can")
-    return f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+    return f"cuda:{uuid_of(device)}"
 
 
 def choose(topology: Topology, transports: Sequence["Transport"], wanted: object) -> Choice:

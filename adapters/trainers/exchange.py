@@ -126,7 +126,7 @@ class Exchange:
         group: Group,
         deadline: Deadline,
         *,
-        first: bool = False,
+        first: bool,
     ) -> None:
         """Exchange with the other ranks and put what they sent in its place in `slot`.
 

@@ -58,6 +58,13 @@ def shard(model: PreTrainedModel, **options: Any) -> nn.Module:
     return module
 
 
+def move_shards(model: nn.Module) -> None:
+    """Give every shard of FSDP2 memory elsewhere, as an optimizer or a checkpoint may."""
+    for parameter in model.parameters():
+        local: Any = parameter
+        local._local_tensor = local._local_tensor.clone()
+
+
 def tensor_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> PreTrainedModel:
     for layer in model.model.layers:
         parallelize_module(

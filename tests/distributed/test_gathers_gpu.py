@@ -69,12 +69,12 @@ def every_rank_owns_an_engine(me: Rank, dtype: torch.dtype) -> tuple[int, int]:
     return held[1], held[2]
 
 
-def one_rank_owns_an_engine(me: Rank) -> str:
-    """In a process of its own on the first GPU, over CUDA IPC."""
+def one_rank_owns_an_engine(me: Rank, device: str) -> str:
+    """In a process of its own. NCCL cannot write slots in host memory: they are filled from beside the shards."""
     actor = sharded(me, 1)
     with tempfile.TemporaryDirectory() as folder:
         llama(0).save_pretrained(folder)
-        engine = HFEngine.launch(folder, device="cuda:0", timeout_s=60.0) if me.rank == 0 else None
+        engine = HFEngine.launch(folder, device=device, timeout_s=60.0) if me.rank == 0 else None
         try:
             with wsync.connect(actor, engine, config=CONFIG) as session:
                 for seed in (2, 3):
@@ -116,25 +116,6 @@ def zero3_into_engines_of_every_rank(me: Rank) -> int:
             for name, parameter in engine.named_parameters():
                 assert torch.equal(parameter.cpu(), full[name]), name
     return report.tensors
-
-
-def an_engine_in_host_memory(me: Rank) -> str:
-    """Slots that NCCL cannot write: what others send goes by memory beside the shards."""
-    actor = sharded(me, 1)
-    with tempfile.TemporaryDirectory() as folder:
-        llama(0).save_pretrained(folder)
-        engine = HFEngine.launch(folder, device="cpu", timeout_s=60.0) if me.rank == 0 else None
-        try:
-            with wsync.connect(actor, engine, config=CONFIG) as session:
-                for seed in (2, 3):
-                    expected = renew(me, actor, seed)
-                    report = session.sync()
-                    if engine is not None:
-                        check_engine(engine, expected)
-        finally:
-            if engine is not None:
-                engine.close()
-    return report.transport
 
 
 def a_rank_is_killed(me: Rank, syncs: int) -> tuple[str, float, bool]:
@@ -208,12 +189,9 @@ def test_zero3_partitions_on_gpus() -> None:
     assert first == second > 20
 
 
-def test_an_engine_on_one_rank() -> None:
-    assert run_ranks(one_rank_owns_an_engine, 2, timeout_s=180)[0] == "cuda_ipc"
-
-
-def test_an_engine_in_host_memory() -> None:
-    assert run_ranks(an_engine_in_host_memory, 2, timeout_s=180)[0] == "shm"
+@pytest.mark.parametrize(("device", "transport"), [("cuda:0", "cuda_ipc"), ("cpu", "shm")])
+def test_an_engine_on_one_rank(device: str, transport: str) -> None:
+    assert run_ranks(one_rank_owns_an_engine, 2, device, timeout_s=180)[0] == transport
 
 
 @pytest.mark.parametrize("syncs", [0, 1])

@@ -11,7 +11,7 @@ from torch import nn
 
 import wsync
 from tests.distributed.exchange_steps import Case, Outcome, run_cases
-from tests.distributed.sharded_models import LAYOUTS, full_tensors, llama, shard, train_step
+from tests.distributed.sharded_models import LAYOUTS, full_tensors, llama, move_shards, shard, train_step
 from wsync.bench.receiver import BareEngine
 from wsync.pull import host_reads
 from wsync.testing.ranks import Rank, run_ranks
@@ -80,9 +80,7 @@ def storage_that_moved(me: Rank) -> None:
     engine = made if me.rank == 0 else None
     with wsync.connect(model, engine, config=PULL) as session:
         session.sync()
-        for parameter in model.parameters():
-            local: Any = parameter
-            local._local_tensor = local._local_tensor.clone()
+        move_shards(model)
         train_step(model, 1)
         session.sync()
         expected = full_tensors(model)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import wsync
 from tests.distributed.exchange_steps import Case, Outcome, run_cases
-from tests.distributed.sharded_models import LAYOUTS, full_tensors, llama, shard, train_step
+from tests.distributed.sharded_models import LAYOUTS, full_tensors, llama, move_shards, shard, train_step
 from wsync.bench.receiver import BareEngine, BareLoader
 from wsync.pull import holders, host_reads
 from wsync.testing.ranks import Rank, run_ranks
@@ -70,9 +70,7 @@ def storage_that_moved(me: Rank) -> None:
     with wsync.connect(model, mine, config=PULL) as session:
         assert (session.slot_bytes > 0) is (me.rank == 1), "nobody reads rank 0 over a link"
         session.sync()
-        for parameter in model.parameters():
-            local: Any = parameter
-            local._local_tensor = local._local_tensor.clone()
+        move_shards(model)
         train_step(model, 1)
         session.sync()
         found = full_tensors(model)

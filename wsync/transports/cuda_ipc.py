@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from wsync.deadline import Deadline
-from wsync.device import can_read, device_of
+from wsync.device import can_read, device_of, uuid_of
 from wsync.errors import PeerError, ProtocolError, TransportError, UnsupportedError
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
@@ -143,7 +143,7 @@ class CudaIpcTransport:
         with torch.cuda.device(device):
             written = _Written(slots, device)
             events = [_exported(event) for event in written.filled]
-        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuid = uuid_of(device)
         welcome = Welcome(facts=(uuid, handle.hex(), slot_bytes, *events))
         listener = Listener(*listen_here(self.name, generation), receivers)
         return SlotSender(listener, Ring(slot_bytes, num_slots, receivers), welcome, written, DeviceExporter(device))
@@ -167,7 +167,7 @@ class CudaIpcTransport:
                 nbytes = memory_bytes(slot_bytes, num_slots)
                 shared = open_exported(device, handle_bytes(handle), nbytes, holder=holder)
                 slots = cut_slots(shared, slot_bytes, num_slots)
-            mine = str(torch.cuda.get_device_properties(device).uuid)
+            mine = uuid_of(device)
             with torch.cuda.device(device):
                 memory = _Read(slots, device, holder, events)
                 with suppress(PeerError):  # it has left already: the first bucket will say so

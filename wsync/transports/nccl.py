@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from wsync.deadline import Deadline
+from wsync.device import uuid_of
 from wsync.errors import ConfigError, ProtocolError, TransportError, UnsupportedError
 from wsync.topology import Topology
 from wsync.transports.collective_group import Fact, Seat, allocate
@@ -122,8 +123,3 @@ def environment() -> Mapping[str, str]:
     if forced_to_block():
         raise ConfigError("NCCL_COMM_BLOCKING is 1: a communicator that blocks cannot be given up; leave it unset")
     return fingerprint(load().version())
-
-
-def uuid_of(device: torch.device) -> str:
-    """Of a CUDA device, the same in every process."""
-    return str(torch.cuda.get_device_properties(device).uuid)
