@@ -129,23 +129,30 @@ def _same(keys: Keys, last: Keys) -> bool:
 
 def _launch(kind: Kind, table: torch.Tensor, lists: Sequence[torch.Tensor], most: int | None) -> None:
     programs = len(table) if most is None else min(most, len(table))
+    constants = constants_of(kind, several=programs < len(table))
+    _copy_rows[(programs,)](table, len(table), *lists, **constants, num_warps=warps_of(kind))
+
+
+def constants_of(kind: Kind, *, several: bool) -> Mapping[str, Any]:
+    """What the kernel is compiled with for `kind`. `several`: a program takes more than one row."""
     unit_bytes = _ALIGNMENT_BYTES if kind.aligned else 1
     units = [max(1, unit_bytes // dtype.itemsize) for dtype in (kind.source, kind.target)]
-    _copy_rows[(programs,)](
-        table,
-        len(table),
-        *lists,
-        source_type=_TYPES[kind.source],
-        target_type=_TYPES[kind.target],
-        aligned=kind.aligned,
-        tile=TILE,
-        in_blocks=kind.in_blocks,
-        together=max(units),
-        source_unit=units[0],
-        target_unit=units[1],
-        several=programs < len(table),
-        num_warps=_WARPS if kind.source == kind.target else _CASTING_WARPS,
-    )
+    return {
+        "source_type": _TYPES[kind.source],
+        "target_type": _TYPES[kind.target],
+        "aligned": kind.aligned,
+        "tile": TILE,
+        "in_blocks": kind.in_blocks,
+        "together": max(units),
+        "source_unit": units[0],
+        "target_unit": units[1],
+        "several": several,
+    }
+
+
+def warps_of(kind: Kind) -> int:
+    """How many run one program of `kind`."""
+    return _WARPS if kind.source == kind.target else _CASTING_WARPS
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -224,6 +231,7 @@ def _copy_in_block(  # type: ignore[no-untyped-def]
     count, first, length = tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
     source_step, target_step = tl.load(row + 7), tl.load(row + 8)
     if aligned:
+        count = tl.multiple_of(count, together)  # a mask that could end anywhere would part what moves at once
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
         source_step, target_step = tl.multiple_of(source_step, source_unit), tl.multiple_of(target_step, target_unit)
     units_in_run = (length // together).to(tl.int32)
