@@ -1,6 +1,7 @@
 """What a thread has queued on CUDA devices, as events that others wait for."""
 
 import select
+import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -41,3 +42,35 @@ def wait_for(
             look()
             deadline.remaining(waiting_for or f"{device} to do what was queued")
             select.select((), (), (), 0)  # other threads may run; time.sleep(0) would take 50 us
+
+
+class DeviceTimer:
+    """How long a device takes from `begin` to `end` on its current stream. In host memory it is the host's clock."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []
+
+    def begin(self) -> None:
+        """From here on, behind all that is queued."""
+        self._marks = [self._mark()]
+
+    def end(self) -> None:
+        """Up to here."""
+        self._marks.append(self._mark())
+
+    @property
+    def seconds(self) -> float:
+        """Of the last `begin` and `end`, once the device has come so far; 0 before the first."""
+        if len(self._marks) < 2:
+            return 0.0
+        begin, end = self._marks
+        return float(end - begin if self._device.type == "cpu" else begin.elapsed_time(end) / 1e3)
+
+    def _mark(self) -> Any:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        make: Any = torch.cuda.Event
+        event = make(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event

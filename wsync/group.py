@@ -80,13 +80,21 @@ class Group:
 
     def gather(self, phase: str, make: Callable[[], object], deadline: Deadline) -> list[object]:
         """`round` of what `make()` returns on each rank; if it raises here, the others hear why."""
-        return self.round(phase, self._reported(phase, make), deadline)
+        return self.round(phase, self.reported(phase, make), deadline)
 
     def local(self, phase: str, make: Callable[[], T], deadline: Deadline) -> T:
         """What `make()` returns on this rank, once it has succeeded on every rank."""
-        result = self._reported(phase, make)
+        result = self.reported(phase, make)
         self.round(phase, None, deadline)
         return result
+
+    def reported(self, phase: str, make: Callable[[], T]) -> T:
+        """What `make()` returns, at once; if it raises here, the others hear why in place of the next message."""
+        try:
+            return make()
+        except Exception as error:
+            self.report(phase, error)
+            raise
 
     def agree(self, phase: str, error: BaseException | None, deadline: Deadline) -> None:
         """Go/stop. Raises this rank's `error` after the others heard of it, or `RankError` naming who reported one."""
@@ -171,13 +179,6 @@ class Group:
         """Drop the communicator and hang up."""
         self.reset()
         self._links.close()
-
-    def _reported(self, phase: str, make: Callable[[], T]) -> T:
-        try:
-            return make()
-        except Exception as error:
-            self.report(phase, error)
-            raise
 
     def _exchange(self, phase: str, envelope: dict[str, object], deadline: Deadline) -> list[dict[str, object]]:
         if self.world_size == 1:

@@ -227,12 +227,13 @@ class Session:
             if self._ranks is None:
                 group.local("open", producer.open, self._patience())
             else:
-                cast_seconds = self._ranks.open(self._patience())
+                cast_seconds = self._ranks.open(self._patience(), meanwhile=self._pause_engines)
         if cast_seconds:
             watch.stages |= {"open": watch.stages["open"] - cast_seconds, "cast": cast_seconds}
-        paused = Stopwatch()
         with watch.stage("pause"):
-            group.local("pause", lambda: self._start_engines(version, attempt, watch), self._patience())
+            group.reported("pause", lambda: self._start_engines(version, attempt, watch))
+            if self._sent.buckets:  # else nobody needs to know before "load"
+                group.round("pause", None, self._patience())
         error: BaseException | None = None
         for bucket in self._sent.buckets:
             error = self._send(bucket, error, watch)
@@ -254,16 +255,22 @@ class Session:
                 engine.resume()
         self._pulled_nbytes = sum(worker.pulled_nbytes for worker in chain.from_iterable(results))
         if self._ranks is not None and self.engines:
-            watch.stages["worker read"] = max(map(_reading, self.engines))
+            pulling = cast("Sequence[PullingEngine]", self.engines)
+            watch.stages["worker read"] = max(engine.read_seconds for engine in pulling)
         for worker in chain.from_iterable(results):
             for name, seconds in worker.seconds.items():
                 watch.stages[f"worker {name}"] = max(seconds, watch.stages.get(f"worker {name}", 0.0))
-        return paused.seconds if self.engines else 0.0
+        return self._paused.seconds if self.engines else 0.0
 
-    def _start_engines(self, version: int, attempt: str, watch: Stopwatch) -> None:
-        deadline = self._deadline()
+    def _pause_engines(self) -> None:
+        self._paused, deadline = Stopwatch(), self._deadline()
         for engine in self.engines:
             engine.pause(self.config.pause, deadline)
+
+    def _start_engines(self, version: int, attempt: str, watch: Stopwatch) -> None:
+        if self._ranks is None:
+            self._pause_engines()
+        deadline = self._deadline()
         check_intact(self._lines)
         if self._ranks is not None:
             watch.stages["worker map"] = self._ranks.tell(self._lines, deadline)
@@ -391,7 +398,3 @@ class Session:
 
 class _OutdatedError(WsyncError):
     """What was sent is not what the trainer holds now. Raised on every rank alike."""
-
-
-def _reading(engine: Engine) -> float:
-    return cast("PullingEngine", engine).read_seconds

@@ -1,7 +1,8 @@
 """Producer for FSDP2 (`fully_shard`), tensor parallelism, and any other module with DTensor parameters."""
 
 import math
-from collections.abc import Hashable, Sequence
+import weakref
+from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -25,11 +26,21 @@ class FSDPProducer(WatchingProducer):
         """Whether `obj` is a module with FSDP2 modules or DTensor parameters in it."""
         if not isinstance(obj, nn.Module) or any(isinstance(m, FullyShardedDataParallel) for m in obj.modules()):
             return False
-        sharded = any(isinstance(module, FSDPModule) for module in obj.modules())
+        sharded = any(True for _ in fsdp_modules(obj))
         return sharded or any(isinstance(parameter, DTensor) for parameter in obj.parameters())
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self._sharding: Sequence[weakref.ref[FSDPModule]] = ()
+
     def _settle(self, module: nn.Module) -> None:
-        reshard(module)
+        self._sharding = [weakref.ref(child) for child in fsdp_modules(module)]
+        self._settle_again()
+
+    def _settle_again(self) -> None:
+        for ref in self._sharding:
+            if (child := ref()) is not None:
+                child.reshard()
 
     @staticmethod
     def _memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -58,9 +69,13 @@ class FSDPProducer(WatchingProducer):
 
 def reshard(module: nn.Module) -> None:
     """After a forward without gradients the root keeps its full parameters registered; make it the shards again."""
-    for child in module.modules():
-        if isinstance(child, FSDPModule):
-            child.reshard()
+    for child in fsdp_modules(module):
+        child.reshard()
+
+
+def fsdp_modules(module: nn.Module) -> Iterator[FSDPModule]:
+    """Those of FSDP2 in `module`."""
+    return (child for child in module.modules() if isinstance(child, FSDPModule))
 
 
 def shard_box(

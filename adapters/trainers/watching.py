@@ -38,7 +38,7 @@ class WatchingProducer(ShardedProducer):
         module = self._alive()
         if not self._numbers:
             return None
-        self._settle(module)
+        self._settle_again()
         recalled = None if self._unconfirmed else self._watch.recall()  # nobody confirmed it: look now
         self._unconfirmed = recalled is not None
         if recalled is not None:
@@ -62,6 +62,10 @@ class WatchingProducer(ShardedProducer):
 
     def _named(self, tensors: Sequence[torch.Tensor]) -> Targets:
         return Targets(self._numbers, tensors, key=self._glanced)
+
+    def _settle_again(self) -> None:
+        """`_settle` of a module that has the modules that it had then: if it has others, `confirm` says so."""
+        self._settle(self._alive())
 
     @staticmethod
     def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +135,35 @@ def a_rank_is_killed(me: Rank) -> str:
         with pytest.raises(wsync.EngineStateError, match="no consistent version"):
             mine.version()
         return str(caught.value)
+
+
+def an_engine_that_does_not_begin(me: Rank) -> None:
+    """Nobody waits for the word of that rank before it: the others hear in their next round."""
+    model = shard(llama())
+    engine = receiver(model, torch.float32)
+    with wsync.connect(model, engine if me.rank == 0 else None, config=PULL) as session:
+        session.sync()
+        train_step(model, 1)
+        healthy = engine.begin
+
+        def begin(*args: object, **kwargs: object) -> None:
+            raise wsync.EngineStateError("it is away")
+
+        engine.begin = begin  # type: ignore[method-assign]
+        kind = wsync.EngineStateError if me.rank == 0 else wsync.RankError
+        started = time.monotonic()
+        with pytest.raises(kind, match="it is away"):
+            session.sync()
+        assert time.monotonic() - started < PULL.timeout_s / 2
+        assert me.rank or engine.version() == 1
+        engine.begin = healthy  # type: ignore[method-assign]
+        session.sync()
+        expected = full_tensors(model)
+        assert me.rank or all(torch.equal(engine.tensors[n], t) for n, t in expected.items())
+
+
+def test_an_engine_that_does_not_begin_is_heard_of_at_once() -> None:
+    run_ranks(an_engine_that_does_not_begin, 2, timeout_s=120)
 
 
 def test_storage_that_moved_is_found() -> None:

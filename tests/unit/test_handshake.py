@@ -193,16 +193,16 @@ def test_a_producer_that_cannot_refer_says_so_in_a_round_and_is_left_closed() ->
     group = _Counting(0, 1, None, 5.0)
     with pytest.raises(MismatchError, match="is gone"):
         agree_in_place(producer, producer.metadata(), [choice], [0], group, SyncConfig())
-    assert group.reported == ["refer"]
+    assert group.said == ["refer"]
     with pytest.raises(ProtocolError):
         producer.stage(Plan.pack(producer.metadata(), 4096).buckets[0], None)
 
 
 class _Counting(Group):
-    """Remembers in which rounds an error was reported."""
+    """Remembers in which rounds an error was said."""
 
-    reported: list[str]
+    said: list[str]
 
     def report(self, phase: str, error: BaseException) -> None:
-        self.reported = [*getattr(self, "reported", []), phase]
+        self.said = [*getattr(self, "said", []), phase]
         super().report(phase, error)

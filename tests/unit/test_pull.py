@@ -198,7 +198,7 @@ def test_what_another_rank_said_is_forgotten_with_the_session_s_workers() -> Non
     assert plan.pulled is not None
     group = Store(exported(1, [(Region.span(0, 4), torch.zeros(4))]))
     ranks = Ranks(producer, plan.pulled, Staging(), group)  # type: ignore[arg-type]
-    ranks.open(Deadline.after(5.0))
+    ranks.open(Deadline.after(5.0), meanwhile=lambda: None)
     told: list[list[int]] = []
     engine = engine_for(actor)
 
@@ -212,7 +212,7 @@ def test_what_another_rank_said_is_forgotten_with_the_session_s_workers() -> Non
     ranks.tell([line], Deadline.after(5.0))
     ranks.forget()
     group.other = None
-    ranks.open(Deadline.after(5.0))
+    ranks.open(Deadline.after(5.0), meanwhile=lambda: None)
     ranks.tell([line], Deadline.after(5.0))
     assert told == [[0, 1], [0]]
 
@@ -230,7 +230,7 @@ def attach_and_tell(session: wsync.Session) -> None:
     """All that a sync of `session` does before its engines begin."""
     session._attach()
     assert session._ranks is not None
-    session._ranks.open(Deadline.after(5.0))
+    session._ranks.open(Deadline.after(5.0), meanwhile=lambda: None)
     session._ranks.tell(session._lines, Deadline.after(5.0))
     session._producer.close()
 

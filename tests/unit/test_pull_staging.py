@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from wsync.deadline import Deadline
 from wsync.errors import ConfigError, EngineStateError, TransportError
 from wsync.plan import Bucket, Plan, TensorSpec
 from wsync.protocols import Manifest
-from wsync.pull import holders
+from wsync.pull import holders, ranks
 from wsync.pull.exports import Export, Exporter, Share, Shares
 from wsync.pull.sources import Sources
 from wsync.pull.staging import Casts, Staging, plan_casts
@@ -208,6 +209,30 @@ def test_a_session_keeps_the_memory_and_gives_it_back() -> None:
         session.sync()
         assert session.slot_bytes == 0
     assert session.slot_bytes == 512
+
+
+@pytest.mark.usefixtures("over_link")
+def test_engines_pause_while_casts_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    actor = Linear()
+    engine = engine_for(actor)
+    done: list[str] = []
+
+    def noting(kind: type, name: str, word: str) -> None:
+        healthy = getattr(kind, name)
+
+        def call(self: object, *args: Any, **kwargs: Any) -> Any:
+            done.append(word)
+            return healthy(self, *args, **kwargs)
+
+        monkeypatch.setattr(kind, name, call)
+
+    noting(Staging, "fill", "casts begin")
+    noting(type(engine), "on_pause", "paused")
+    monkeypatch.setattr(ranks, "wait_for", lambda *args: done.append("waited"))
+    with wsync.connect(actor, engine, config=PULL) as session:
+        report = session.sync()
+    assert done == ["waited", "casts begin", "paused", "waited"]
+    assert 0 < report.pause_seconds < report.seconds
 
 
 @pytest.mark.usefixtures("over_link")

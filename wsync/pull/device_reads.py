@@ -3,12 +3,12 @@
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, cast
 
 import torch
 
 from wsync.copies import Copies
 from wsync.device import device_of
+from wsync.device_work import DeviceTimer
 from wsync.errors import TransportError
 from wsync.pull.exports import Export, Probe
 from wsync.regions import Region
@@ -59,13 +59,12 @@ class DeviceReads:
         self._near = Copies(near, device=device)
         self._far = Copies(far, device=device, over_link=True) if far else None
         self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        make = cast("Any", torch.cuda.Event)
-        self._begin, self._end = make(enable_timing=True), make(enable_timing=True)
+        self._timer = DeviceTimer(device)
 
     def run(self, targets: Sequence[torch.Tensor], key: object | None = None) -> None:
         """Read, before all that is queued on the current stream afterwards."""
         stream, keys = torch.cuda.current_stream(self._device), (self, key)  # sources never move
-        self._begin.record(stream)
+        self._timer.begin()
         try:
             if self._far is not None:  # first: the device begins no program of a later launch while one of this waits
                 self._side.wait_stream(stream)
@@ -74,12 +73,12 @@ class DeviceReads:
             self._near.run(self._sources, targets, keys)
         finally:
             stream.wait_stream(self._side)
-        self._end.record(stream)
+        self._timer.end()
 
     @property
     def seconds(self) -> float:
         """See `Reads`."""
-        return float(self._begin.elapsed_time(self._end)) / 1e3
+        return self._timer.seconds
 
 
 def read(probe: Probe, reader: Endpoint) -> bytes:

@@ -1,6 +1,6 @@
 """The trainer's side of a session that pulls: what all ranks have, and what the workers were told."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from wsync.deadline import Deadline
@@ -11,7 +11,6 @@ from wsync.plan import Bucket
 from wsync.protocols.pull import ExportingProducer, PullingEngine
 from wsync.pull.exports import Export, Exporter
 from wsync.pull.staging import Staging
-from wsync.report import Stopwatch
 
 
 class Ranks:
@@ -23,27 +22,26 @@ class Ranks:
         self._known: dict[int, Export] = {}
         self._told = False
 
-    def open(self, deadline: Deadline) -> float:
+    def open(self, deadline: Deadline, meanwhile: Callable[[], None]) -> float:
         """*Collective.* Open the producer and look its memory up; ranks hear of each other what is new.
 
         What the trainer has queued on a device is done when this returns, and so are casts into the staging memory:
-        workers do not see its streams. Returns the seconds that the casts of this rank took.
+        workers do not see its streams. `meanwhile` is called while the device casts. Returns the seconds that the
+        casts of this rank took.
         """
         rank, device = self._group.rank, self._producer.device
         devices = [device] if device.type == "cuda" else []
         mine: list[Export] = []
-        casting: list[float] = []
 
         def news() -> Export | None:
             self._producer.open()
             self._group.settle(deadline)  # hears of deaths, which the next wait does not
             wait_for(queued(devices), deadline)
-            shares, watch = self._producer.shares(self._bucket), Stopwatch()
-            shares = self._staging.fill(shares)
-            if shares.staged:
-                wait_for(queued(devices), deadline)
-                casting.append(watch.seconds)
+            shares = self._staging.fill(self._producer.shares(self._bucket))
+            casts = queued(devices)
             mine.append(self._exporter.export(shares))
+            meanwhile()
+            wait_for(casts, deadline)
             return None if mine[0] is self._known.get(rank) else mine[0]
 
         replies = cast("Sequence[Export | None]", self._group.gather("open", news, deadline))
@@ -51,7 +49,7 @@ class Ranks:
             if reply is not None:
                 self._known[number] = mine[0] if number == rank else reply
                 self._told = False
-        return sum(casting)
+        return self._staging.seconds
 
     def tell(self, lines: Sequence[Line], deadline: Deadline) -> float:
         """Let the workers know, unless they do. Returns the seconds that the slowest needed to map what is new."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from wsync.copies import Copies
+from wsync.device_work import DeviceTimer
 from wsync.errors import TransportError
 from wsync.gather import aligned
 from wsync.plan import ALIGNMENT_BYTES, Bucket
@@ -109,6 +110,12 @@ class Staging:
         self._device = device
         self._copies = Copies(self.casts.pairs, device=device)
         self._memory: torch.Tensor | None = None
+        self._timer = DeviceTimer(device)
+
+    @property
+    def seconds(self) -> float:
+        """What the device took for the last `fill`, once it is done; 0 if that staged nothing."""
+        return self._timer.seconds
 
     @property
     def held_bytes(self) -> int:
@@ -127,11 +134,14 @@ class Staging:
         The staged parts of the last time are overwritten. Of other shares than the casts were planned for none are
         staged. Raises `TransportError` if there is no memory for it.
         """
+        self._timer = DeviceTimer(self._device)
         if not self.casts.staged or shares.parts != self.casts.of:
             return shares
         if self._memory is None:
             self._memory = self._allocate()
+        self._timer.begin()
         self._copies.run(shares.memories, [self._memory])
+        self._timer.end()
         return replace(shares, memories=[*shares.memories, self._memory], staged=self.casts.staged)
 
     def release(self) -> None:
