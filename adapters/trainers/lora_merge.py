@@ -43,19 +43,19 @@ def merge(
         factors: full factors by name.
     """
     dtype = torch.promote_types(layout.dtype, torch.float32)
-    out = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device=local.device).copy_(local)
+    out = torch.empty_strided(local.shape, local.stride(), dtype=dtype, device=local.device)
     if not local.numel():
         return out
-    window = _window(layout)
+    window, so_far = _window(layout), local
     with _exact(local.device.type):
         for term in terms:
-            delta = _delta(term, window, factors, out)
-            if window.inside is not None:
-                delta = window.inside.view(delta.reshape(-1))
-            out.add_(delta.reshape(out.shape))
-            if term.magnitude is not None:
-                lengths = factors[term.magnitude].to(out).reshape(-1)
-                _stretch(out, window, lengths, 0 if term.transposed else 1)
+            if _in_one_pass(term, window, out):
+                _add_in_one_pass(term, window, factors, so_far, out)
+            else:
+                if so_far is local:
+                    out.copy_(local)
+                _add(term, window, factors, out)
+            so_far = out
     return out
 
 
@@ -95,6 +95,36 @@ def _is_column(flat: Region, cols: int) -> bool:
     """Whether a coalesced region is runs that begin one row apart; a single run is."""
     strides = [stride for stride in flat.strides if stride != 1]
     return strides in ([], [cols])
+
+
+def _in_one_pass(term: Term, window: _Window, out: torch.Tensor) -> bool:
+    """Whether a kernel adds `term`: a plain matrix on a GPU."""
+    plain = term.a is not None and not term.experts and term.magnitude is None
+    return plain and window.inside is None and out.is_cuda and out.is_contiguous() and out.dtype == torch.float32
+
+
+def _add_in_one_pass(
+    term: Term, window: _Window, factors: Mapping[str, torch.Tensor], base: torch.Tensor, out: torch.Tensor
+) -> None:
+    from wsync.adapters.trainers.lora_kernel import add_product
+
+    assert term.a is not None
+    a, b = (factors[name].to(out.device) for name in (term.a, term.b))
+    left, right = b.reshape(b.shape[0], -1), a.reshape(a.shape[0], -1)
+    if term.transposed:
+        left, right = right.T, left.T
+    here = left[window.rows], right[:, window.cols]
+    add_product(base.view(window.size), *here, term.scaling, out.view(window.size))
+
+
+def _add(term: Term, window: _Window, factors: Mapping[str, torch.Tensor], out: torch.Tensor) -> None:
+    delta = _delta(term, window, factors, out)
+    if window.inside is not None:
+        delta = window.inside.view(delta.reshape(-1))
+    out.add_(delta.reshape(out.shape))
+    if term.magnitude is not None:
+        lengths = factors[term.magnitude].to(out).reshape(-1)
+        _stretch(out, window, lengths, 0 if term.transposed else 1)
 
 
 def _delta(term: Term, window: _Window, factors: Mapping[str, torch.Tensor], out: torch.Tensor) -> torch.Tensor:

@@ -25,10 +25,10 @@ from wsync.session import Session
 
 RAW, PACKED, EACH = "bare broadcast", "nccl packed", "push each"
 
-_BUCKET_BYTES = 256 * MIB
+_BUCKET_BYTES = 512 * MIB
 _SMALL_BYTES = 64 * MIB
 _NUM_SLOTS = 4
-"""A bucket takes the hosts a millisecond to agree on; with four under way the devices never wait for that."""
+"""A bucket takes the hosts half a millisecond to agree on; with four under way the devices never wait for that."""
 
 _TIMEOUT_S = 60.0
 _FREED_S = 10.0
