@@ -36,7 +36,7 @@ SHOWN = 3
 """Iterations in the closer picture."""
 
 OPTIONS = """
-    --fsdp --bf16 --engine_type vllm --engine_sleep_level 2 --offload_models --adam_offload
+    --fsdp --bf16 --use_mp_opt --engine_type vllm --engine_sleep_level 2 --offload_models --adam_offload
     --advantage_estimator group_norm --n_samples_per_prompt 2 --fused_linear_logprob
     --reward benchmarks.ppo_models:even_fraction --actor_learning_rate 1e-6 --timeout_s 300 --plot_every 5
 """
