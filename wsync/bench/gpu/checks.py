@@ -1,25 +1,41 @@
-"""What cases have in common: an outcome to fill in, tokens held against transformers', and memory that is held."""
+"""What cases have in common: an outcome, tokens held against transformers', places, what is held."""
 
 import gc
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from wsync.bench.gpu import engines, models
+from wsync.bench.gpu import engines, models, workers
 from wsync.bench.gpu.outcome import Limit, Outcome
 from wsync.session import Session
 
 Answers = list[list[int]]
 """Tokens for each prompt."""
 
+UNMOVED = "every data_ptr unchanged"
+
 
 def outcome_of(name: str, actor: nn.Module, dtype: torch.dtype, limits: tuple[Limit, ...]) -> Outcome:
     """Of the case `name`, which syncs all weights of `actor` as `dtype`."""
     sent = [tensor.numel() for _, tensor in models.engine_side(actor)]
     return Outcome(case=name, tensors=len(sent), nbytes=sum(sent) * dtype.itemsize, limits=limits)
+
+
+@contextmanager
+def in_place(outcome: Outcome, engine: Any) -> Iterator[None]:
+    """At the end of the block every parameter must be where it was at the beginning."""
+    before = workers.places_of(engine)
+    yield
+    check_places(outcome, engine, before)
+
+
+def check_places(outcome: Outcome, engine: Any, before: list[Mapping[str, int]]) -> None:
+    """Whether the parameters are still where `workers.places_of` found them."""
+    outcome.checks[UNMOVED] = workers.places_of(engine) == before
 
 
 def check_tokens(
