@@ -1,18 +1,16 @@
 """The cases. Each is called in a fresh process with a GPU, and tells what it measured and what it saw."""
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 import wsync
-from wsync.bench.gpu import engines, gathered, loops, lora, memory_case, models, nccl_case, pulls, sharded_pull
-from wsync.bench.gpu.checks import check_tokens, free, held, load_directly, outcome_of
+from wsync.bench.gpu import engines, gathered, loops, lora, memory_case, models, nccl_case, pulls, sharded_pull, steady
+from wsync.bench.gpu.checks import check_tokens, free, in_place, load_directly, outcome_of, small_vllm
 from wsync.bench.gpu.moonshot import beside_moonshot
 from wsync.bench.gpu.outcome import COPY, Limit, Outcome, cast, copies, in_turn
 from wsync.bench.samples import Way
@@ -51,8 +49,7 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
         actor = models.make_actor(models.config_of(shape, actor_dtype), actor_dtype, 1)
         [model] = engine.collective_rpc("get_model")
         outcome = outcome_of(name, actor, torch.bfloat16, limits)
-        places = {key: tensor.data_ptr() for key, tensor in model.named_parameters()}
-        with wsync.connect(actor, engine) as session:
+        with in_place(outcome, engine), wsync.connect(actor, engine) as session:
             references = {LOADER: lambda: load_directly(engine, model, models.engine_side(actor))}
             numel = outcome.nbytes // 2
             if actor_dtype == torch.bfloat16:
@@ -70,9 +67,6 @@ def in_process(name: str, shape: str, actor_dtype: torch.dtype, limits: tuple[Li
                 torch.equal(tensor.view(torch.uint8), got[key].view(torch.uint8))
                 for key, tensor in model.named_parameters()
             )
-        outcome.checks["every data_ptr unchanged"] = places == {
-            key: tensor.data_ptr() for key, tensor in model.named_parameters()
-        }
     return outcome
 
 
@@ -85,15 +79,17 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], path: Pat
         is_vllm = start is engines.start_vllm
         rivals = (EACH, PACKED) if is_vllm else (FLATTENED,)
         limits = tuple(Limit(reference=rival, factor=1.0) for rival in rivals)
-        in_place = path != "buckets"
-        if is_vllm and in_place:
+        by_reference = path != "buckets"
+        if is_vllm and by_reference:
             limits = (Limit(reference=TWO_COPIES, factor=1.3), *limits)
         outcome = outcome_of(name, actor, torch.bfloat16, limits)
         free()
         free_bytes = torch.cuda.mem_get_info()[0]
         settings = wsync.SyncConfig(transport="cuda_ipc", path=path, bucket_bytes=_BUCKET_BYTES, num_slots=2)
-        with wsync.connect(actor, engine, config=settings) as session:
-            outcome.checks["goes the way of this case"] = ("read where the trainer" in session.explain()) is in_place
+        with in_place(outcome, engine), wsync.connect(actor, engine, config=settings) as session:
+            outcome.checks["goes the way of this case"] = (
+                "read where the trainer" in session.explain()
+            ) is by_reference
             for _ in range(2):
                 session.sync()
             taken = free_bytes - torch.cuda.mem_get_info()[0]
@@ -115,35 +111,10 @@ def from_another_process(name: str, start: Callable[[Path, str], Any], path: Pat
     return outcome
 
 
-@contextmanager
-def _small(name: str, dtype: torch.dtype, **options: Any) -> Iterator[tuple[Any, nn.Module, Outcome]]:
-    """A vLLM of this process with a small model, an actor for it, and the outcome to fill in."""
-    with tempfile.TemporaryDirectory() as folder:
-        config = models.config_of(models.DENSE, dtype, small=True)
-        engine = engines.start_vllm(models.make_folder(config, Path(folder)), str(dtype)[len("torch.") :], **options)
-        actor = models.make_actor(config, dtype, 1)
-        yield engine, actor, outcome_of(name, actor, dtype, ())
-
-
-def steady(name: str) -> Outcome:
-    """200 syncs into a vLLM of this process: what is held must not grow."""
-    with _small(name, torch.bfloat16) as (engine, actor, outcome), wsync.connect(actor, engine) as session:
-        for _ in range(20):
-            session.sync()
-        before = held()
-        for _ in range(200):
-            session.sync()
-        after = held()
-        check_tokens(outcome, session, actor, engine)
-    outcome.facts |= {"before": before, "after": after}
-    outcome.checks["200 syncs hold nothing more"] = before == after
-    return outcome
-
-
 def captured(name: str) -> Outcome:
     """CUDA graphs that were captured before the sync answer with the new weights."""
     with (
-        _small(name, torch.float32, eager=False) as (engine, actor, outcome),
+        small_vllm(name, torch.float32, eager=False) as (engine, actor, outcome),
         wsync.connect(actor, engine) as session,
     ):
         check_tokens(outcome, session, actor, engine)
@@ -152,7 +123,7 @@ def captured(name: str) -> Outcome:
 
 def asleep(name: str) -> Outcome:
     """Sleep level 2, wake the weights, sync, wake the cache: tokens and buffers are what they should be."""
-    with _small(name, torch.float32, sleep=True) as (engine, actor, outcome):
+    with small_vllm(name, torch.float32, sleep=True) as (engine, actor, outcome):
         [model] = engine.collective_rpc("get_model")
         buffers = {key: buffer.clone() for key, buffer in model.named_buffers()}
         with wsync.connect(actor, engine) as session:
@@ -268,7 +239,29 @@ CASES: Mapping[str, Case] = {
         run=memory_case.vllm_memory,
         needs=("vllm",),
     ),
-    "vllm-200": Case(about="200 syncs hold nothing more", run=steady, needs=("vllm",)),
+    "vllm-200": Case(
+        about="200 syncs hold nothing more",
+        run=lambda name: steady.measure(name, steady.IN_PROCESS),
+        needs=("vllm",),
+    ),
+    "vllm-200-ipc": Case(
+        about="the same to another process over CUDA IPC",
+        run=lambda name: steady.measure(name, steady.REFERENCES),
+        needs=("vllm",),
+        separate=True,
+    ),
+    "vllm-200-slots": Case(
+        about="the same through slots",
+        run=lambda name: steady.measure(name, steady.SLOTS),
+        needs=("vllm",),
+        separate=True,
+    ),
+    "vllm-200-pull": Case(
+        about="the same, pulled",
+        run=lambda name: steady.measure(name, steady.PULLED),
+        needs=("vllm",),
+        separate=True,
+    ),
     "vllm-lora": Case(
         about="LoRA of rank 16 on a dense 7B, merged, to vLLM in one process",
         run=lambda name: lora.merged(name, ROUNDS),

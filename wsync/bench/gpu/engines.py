@@ -65,7 +65,7 @@ def start_vllm(
 
 
 def start_sglang(folder: Path, dtype: str, *, sleep: bool = False) -> Any:
-    """`sglang.Engine`, with the hook for updates that wsync documents for it."""
+    """`sglang.Engine`, with the hook for updates that wsync documents for it, and that of `workers`."""
     from sglang import Engine
 
     return Engine(
@@ -80,15 +80,20 @@ def start_sglang(folder: Path, dtype: str, *, sleep: bool = False) -> Any:
         mem_fraction_static=0.35,
         context_length=512,
         max_running_requests=8,
-        custom_weight_loader=["wsync.adapters.engines.sglang_worker.load"],
+        custom_weight_loader=["wsync.adapters.engines.sglang_worker.load", "wsync.bench.gpu.workers.tell"],
     )
+
+
+def is_sglang(engine: Any) -> bool:
+    """Whether `start_sglang` made it. Imports nothing."""
+    return type(engine).__module__.partition(".")[0] == "sglang"
 
 
 def answers_of(engine: Any, request: Any = None) -> list[list[int]]:
     """Greedy tokens. `request`: vLLM's `LoRARequest` of the adapter to answer with."""
     if isinstance(engine, Far):
         return [list(tokens) for tokens in engine.ask("answers")]
-    if type(engine).__module__.partition(".")[0] == "sglang":
+    if is_sglang(engine):
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         return [list(out["output_ids"]) for out in engine.generate(input_ids=prompts(), sampling_params=sampling)]
     from vllm import SamplingParams

@@ -64,6 +64,12 @@ class FarVLLM:
         with self._served.using():
             return engines.answers_of(self._llm)
 
+    def reports(self) -> list[bytes]:
+        """What the workers say of themselves."""
+        with self._served.using():
+            found: list[bytes] = self._llm.collective_rpc("loop_report")
+        return found
+
     def free_bytes(self) -> int:
         """Of the device, when nothing is cached."""
         free()

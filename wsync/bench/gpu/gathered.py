@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 import wsync
-from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import Answers, free, outcome_of, says
+from wsync.bench.gpu import engines, models, workers
+from wsync.bench.gpu.checks import UNMOVED, Answers, free, outcome_of, says
 from wsync.bench.gpu.far import GPU, LOOPBACK
 from wsync.bench.gpu.gather_loops import packed_gather, send_full_tensors
 from wsync.bench.gpu.outcome import Limit, Outcome, in_turn
@@ -63,6 +63,7 @@ def _on_rank(rank: int, store: Store, name: str, rounds: int, small: bool) -> Ou
         checkpoint = models.make_folder(models.config_of(models.DENSE, wire, small=small), Path(folder))
         engine = engines.start_vllm(checkpoint, "bfloat16")
     _all(True)  # an engine measures what is free when it starts
+    places = workers.places_of(engine)
     config = models.config_of(models.DENSE, own, small=small)
     full = models.make_actor(config, own, 1)
     limits = (Limit(reference=GATHER, factor=1.4), Limit(reference=FULL_EACH, factor=0.25))
@@ -93,7 +94,7 @@ def _on_rank(rank: int, store: Store, name: str, rounds: int, small: bool) -> Ou
         pulled = outcome_of(name, actor, wire, ())
         outcome.facts["seconds if it is pulled"] = in_turn(lambda: timed(pulled, session), {}, _FEW).median_s
         outcome.facts["of which bytes moved, each time"] = pulled.data_seconds[-_FEW:]
-    _all(True)
+    outcome.checks[f"{UNMOVED}, on both"] = _all(workers.places_of(engine) == places)
     return outcome
 
 

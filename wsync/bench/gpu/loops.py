@@ -18,6 +18,7 @@ from torch.storage import TypedStorage
 
 from wsync import wire
 from wsync.adapters.engines.vllm_worker import WorkerExtension
+from wsync.bench.gpu import workers
 from wsync.bench.gpu.models import engine_side
 
 EXTENSION = f"{__name__}.LoopExtension"
@@ -29,7 +30,7 @@ _rebuild: Callable[..., Any] = rebuild_cuda_tensor
 
 
 class LoopExtension(WorkerExtension):
-    """wsync's own extension, and the worker's half of the loops."""
+    """wsync's own extension, the worker's half of the loops, and what `workers` asks."""
 
     def loop_load(self, payload: bytes) -> None:
         """Load tensors that lie in one exported tensor of bytes. `payload`: its handle, and what lies where."""
@@ -45,6 +46,11 @@ class LoopExtension(WorkerExtension):
         this.model_runner.model.load_weights(weights)
         del weights, flat
         torch.cuda.synchronize()
+
+    def loop_report(self) -> bytes:
+        """See `workers.report`."""
+        this: Any = self
+        return workers.report(this.get_model())
 
 
 def send_each(engine: Any, actor: nn.Module) -> None:

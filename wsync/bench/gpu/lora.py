@@ -15,7 +15,7 @@ from torch import nn
 import wsync
 from wsync.adapters.engines.vllm_lora import lora_request
 from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import check_tokens, free, load_directly, outcome_of
+from wsync.bench.gpu.checks import check_tokens, free, in_place, load_directly, outcome_of
 from wsync.bench.gpu.outcome import COPY, Limit, Outcome, copies, in_turn
 from wsync.session import Session
 
@@ -39,7 +39,7 @@ def merged(name: str, rounds: int) -> Outcome:
         actor = tuned(base)
         [model] = engine.collective_rpc("get_model")
         before = {key: tensor.clone() for key, tensor in _base_weights(actor)}
-        with wsync.connect(actor, engine) as session:
+        with in_place(outcome, engine), wsync.connect(actor, engine) as session:
             references = {COPY: copies(outcome.nbytes, 1)}
             outcome.samples = in_turn(session.sync, references, rounds)
             del references
@@ -60,7 +60,8 @@ def alone(name: str) -> Outcome:
         factors = [tensor for key, tensor in actor.named_parameters() if ".lora_" in key]
         nbytes = sum(factor.numel() for factor in factors) * torch.bfloat16.itemsize
         outcome = Outcome(case=name, tensors=len(factors), nbytes=nbytes)
-        with wsync.connect(actor, engine, config=wsync.SyncConfig(lora="adapter")) as session:
+        config = wsync.SyncConfig(lora="adapter")
+        with in_place(outcome, engine), wsync.connect(actor, engine, config=config) as session:
             check_tokens(outcome, session, actor, engine, randomize=randomize, request=lora_request())
         with actor.disable_adapter():
             expected = models.greedy(actor, engines.prompts(), engines.NEW_TOKENS)
@@ -74,7 +75,7 @@ def both(name: str) -> Outcome:
         base, engine = _small(Path(folder))
         outcome = outcome_of(name, base, torch.bfloat16, ())
         actor = tuned(base)
-        with wsync.connect(actor, engine) as session:
+        with in_place(outcome, engine), wsync.connect(actor, engine) as session:
             check_tokens(outcome, session, actor, engine, randomize=randomize)
     return outcome
 

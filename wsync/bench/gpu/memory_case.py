@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 import wsync
-from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import Answers, load_directly, outcome_of, says
+from wsync.bench.gpu import engines, models, workers
+from wsync.bench.gpu.checks import Answers, check_places, load_directly, outcome_of, says
 from wsync.bench.gpu.outcome import Outcome
 from wsync.bench.gpu.pinned import PinnedCopies
 from wsync.bench.gpu.stays import Stay, growth, stays_of
@@ -80,7 +80,7 @@ def vllm_memory(name: str, *, small: bool = False, device: str = "cuda") -> Outc
         engine = engines.start_vllm(
             models.make_folder(config, Path(folder)), "bfloat16", sleep=True, cache_bytes=cache_bytes
         )
-        unused = _unused()
+        unused, places = _unused(), workers.places_of(engine)
         trainer = Trainer(config, device)
         ceiling = PinnedCopies()
         ceiling.sample()
@@ -97,6 +97,7 @@ def vllm_memory(name: str, *, small: bool = False, device: str = "cuda") -> Outc
         ceiling.sample()
         _check_speed(outcome, memory, in_turn, ceiling.medians())
         _told(outcome, memory, lambda: _check_weights(outcome, memory, engine, trainer.actor))
+        _told(outcome, memory, lambda: check_places(outcome, engine, places))
     return outcome
 
 
@@ -109,7 +110,7 @@ def sglang_memory(name: str, *, layers: int = 4, device: str = "cuda") -> Outcom
         config = models.config_of(models.DENSE, _DTYPE, layers=layers)
         engine = engines.start_sglang(models.make_folder(config, Path(folder)), "bfloat16", sleep=True)
         actor = models.make_actor(config, _DTYPE, 1, device)
-        outcome = outcome_of(name, actor, _DTYPE, ())
+        outcome, places = outcome_of(name, actor, _DTYPE, ()), workers.places_of(engine)
         _told_apart(outcome, engine, actor)
         memory = wsync.MemoryManager(engine=engine, models={"actor": actor})
 
@@ -124,6 +125,7 @@ def sglang_memory(name: str, *, layers: int = 4, device: str = "cuda") -> Outcom
                 wsync.sync(actor, engine, memory=memory)
                 outcome.checks[f"tokens of weights {seed}"] = says(engine, expected, said)
             memory.enter("rollout")
+            check_places(outcome, engine, places)
 
         _told(outcome, memory, turns)
         _check_stays(outcome, stays_of(memory.ledger.entries()), {})

@@ -21,7 +21,7 @@ import torch
 
 import wsync
 from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import check_tokens, free, outcome_of
+from wsync.bench.gpu.checks import check_tokens, free, in_place, outcome_of
 from wsync.bench.gpu.far import Far
 from wsync.bench.gpu.outcome import Limit, Outcome, in_turn
 
@@ -88,6 +88,7 @@ def beside_moonshot(name: str, rounds: int) -> Outcome:
         free()
         settings = wsync.SyncConfig(transport="cuda_ipc")
         with (
+            in_place(outcome, engine),
             wsync.connect(actor, engine, config=settings) as session,
             process_beside(engine, models.DENSE, torch.bfloat16) as far,
         ):

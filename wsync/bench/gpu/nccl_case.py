@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 
 import wsync
 from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import check_tokens, free, outcome_of, says
+from wsync.bench.gpu.checks import check_tokens, free, in_place, outcome_of, says
 from wsync.bench.gpu.far import LOOPBACK, Far
 from wsync.bench.gpu.nccl_loops import Each, Packed
 from wsync.bench.gpu.outcome import Limit, Outcome, in_turn
@@ -103,7 +103,9 @@ def _worlds(
             far.hear()
             address, secret = far.ask("reach")
             engine = wsync.RemoteEngine(address, secret=secret)
-            yield actor, far, engine, outcome_of(name, actor, torch.bfloat16, limits)
+            outcome = outcome_of(name, actor, torch.bfloat16, limits)
+            with in_place(outcome, far):
+                yield actor, far, engine, outcome
 
 
 @contextmanager

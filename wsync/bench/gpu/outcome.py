@@ -96,16 +96,18 @@ def seconds_on_device(way: Way) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(way: Way, references: Mapping[str, Way], rounds: int) -> Samples:
+def in_turn(
+    way: Way, references: Mapping[str, Way], rounds: int, seconds_of: Callable[[Way], float] = seconds_on_device
+) -> Samples:
     """Sample `way` and its references one after the other, after some rounds that do not count."""
     for _ in range(WARM_UP):
         for each in (way, *references.values()):
             each()
-    before = [{name: seconds_on_device(each) for name, each in references.items()}]
+    before = [{name: seconds_of(each) for name, each in references.items()}]
     seconds = []
     for _ in range(rounds):
-        seconds.append(seconds_on_device(way))
-        before.append({name: seconds_on_device(each) for name, each in references.items()})
+        seconds.append(seconds_of(way))
+        before.append({name: seconds_of(each) for name, each in references.items()})
     return Samples(
         seconds=tuple(seconds),
         references={name: tuple(sample[name] for sample in before) for name in references},

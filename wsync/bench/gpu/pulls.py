@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 
 import wsync
-from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import Answers, check_tokens, free, outcome_of, says
+from wsync.bench.gpu import engines, models, workers
+from wsync.bench.gpu.checks import Answers, check_places, check_tokens, free, in_place, outcome_of, says
 from wsync.bench.gpu.outcome import COPY, Limit, Outcome, copies, in_turn
 from wsync.config import MIB
 from wsync.report import SyncReport
@@ -42,7 +42,7 @@ def from_another_process(name: str, shape: str, factor: float, rounds: int) -> O
         outcome = outcome_of(name, actor, torch.bfloat16, (Limit(reference=COPY, factor=factor, data=True),))
         free()
         free_bytes = torch.cuda.mem_get_info()[0]
-        with wsync.connect(actor, engine, config=PULL) as session:
+        with in_place(outcome, engine), wsync.connect(actor, engine, config=PULL) as session:
             first = session.sync()
             outcome.facts["seconds to map, at first"] = first.stages["worker map"]
             outcome.checks["each byte is read once"] = first.pulled_nbytes == outcome.nbytes
@@ -69,6 +69,7 @@ def with_offloads(name: str) -> Outcome:
         engine = engines.start_vllm(models.make_folder(config, Path(folder)), "bfloat16", sleep=True)
         actor = models.make_actor(config, torch.bfloat16, 1)
         outcome = outcome_of(name, actor, torch.bfloat16, ())
+        places = workers.places_of(engine)
         memory = wsync.MemoryManager(engine=engine, models={"actor": actor})
         away, there, mapping, said = list[int](), list[int](), list[float](), list[Answers]()
         right = True
@@ -88,6 +89,7 @@ def with_offloads(name: str) -> Outcome:
             "seconds to map, each time": mapping,
         }
         outcome.checks["tokens after every sync"] = right
+        check_places(outcome, engine, places)
         freed = [without - beside for without, beside in zip(away, there, strict=True)]
         outcome.checks["the device has its memory back each time"] = min(freed) >= outcome.nbytes
         outcome.checks["and no less from time to time"] = max(away[1:]) - min(away[1:]) <= _FLAT_BYTES

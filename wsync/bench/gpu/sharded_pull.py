@@ -9,6 +9,7 @@ import multiprocessing as mp
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import wsync
 from wsync.bench.gpu import engines, models
-from wsync.bench.gpu.checks import Answers, free, outcome_of, says
+from wsync.bench.gpu.checks import Answers, free, in_place, outcome_of, says
 from wsync.bench.gpu.links import received_bytes
 from wsync.bench.gpu.outcome import WARM_UP, Limit, Outcome, in_turn
 from wsync.bench.gpu.pulls import EXTRA_BYTES, PULL, moving, timed
@@ -83,7 +84,8 @@ def _on_rank(rank: int, store: Store, name: str, rounds: int, small: bool, folde
     del full
     free()
     free_bytes = torch.cuda.mem_get_info()[0]
-    with wsync.connect(actor, engine, config=PULL) as session:
+    unmoved = nullcontext() if engine is None else in_place(outcome, engine)
+    with unmoved, wsync.connect(actor, engine, config=PULL) as session:
         first = session.sync()
         taken = free_bytes - torch.cuda.mem_get_info()[0]
         outcome.facts["seconds to map, at first"] = first.stages.get("worker map")
