@@ -149,10 +149,12 @@ def ways_of(model: Model) -> dict[str, Way]:
 
 def _replay(way: Way) -> Way:
     """What it queues, captured once."""
-    way()  # compiled and sent before: neither can be captured
+    make: Any = torch.cuda
+    stream, graph = make.Stream(), make.CUDAGraph()
+    with torch.cuda.stream(stream):
+        way()  # compiled, and sent on this stream, before: neither can be captured
     torch.cuda.synchronize()
-    graph: Any = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=stream):
         way()
     return lambda: graph.replay()
 

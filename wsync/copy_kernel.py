@@ -1,13 +1,12 @@
 """Tables of copies on a GPU, one launch for each kind, with the cast inside. Needs Triton, as CUDA builds of torch do.
 
 Rows name memories, not addresses: when a tensor has moved, the list of addresses is sent anew and the tables stay.
-Lists are kept, as a bucket lies in another slot of the same ring at every sync. What is sent goes on a stream of its
-own: the host waits until it is there, and must not wait for what else is queued, which may be waiting for another rank.
+Lists are kept, as a bucket lies in another slot of the same ring at every sync. All of it is sent out of pinned memory
+on the stream of the launch: the host must not wait for what is queued there, which may be waiting for another rank.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -69,9 +68,12 @@ class Launches:
         self._keys = UNKNOWN
         self._lists: Sequence[torch.Tensor] = ()
         self._alignment = 0
+        self._stream = -1  # on which all of this was sent
 
     def again(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], keys: Keys) -> bool:
         """`run`, if all tensors lie where they lay before. False, and nothing is done, if not."""
+        if self._current_stream() != self._stream:
+            return False
         if not _same(keys, self._keys):
             known = self._known.get(tuple(addresses([*sources, *targets])))
             if known is None:
@@ -95,7 +97,10 @@ class Launches:
 
     def _move(self, found: tuple[int, ...], num_sources: int) -> None:
         """Send the addresses to the device, and tables of other words if the memories are less aligned than before."""
-        alignment = math.gcd(_ALIGNMENT_BYTES, *found)
+        alignment, stream = math.gcd(_ALIGNMENT_BYTES, *found), self._current_stream()
+        if stream != self._stream:
+            self._known.clear()
+            self._alignment, self._stream = 0, stream
         if self._alignment == 0 or alignment < self._alignment:
             rows, self._others = tables(self._pairs, CASTS, alignment)
             # The device begins with the longest, and the host has the others ready before it is done.
@@ -107,20 +112,13 @@ class Launches:
             del self._known[next(iter(self._known))]
         self._lists = self._known[found] = both[:num_sources], both[num_sources:]
 
+    def _current_stream(self) -> int:
+        return int(torch.cuda.current_stream(self._device).cuda_stream)
+
 
 def _sent(array: IntArray, device: torch.device) -> torch.Tensor:
-    """A copy on `device`, for its current stream, which is not waited for."""
-    current = torch.cuda.current_stream(device)
-    with torch.cuda.stream(_sending(device)):
-        sent = torch.from_numpy(array).to(device)
-    sent.record_stream(current)
-    return sent
-
-
-@cache
-def _sending(device: torch.device) -> Any:
-    make: Any = torch.cuda.Stream
-    return make(device)
+    """A copy on `device`, for its current stream."""
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
 
 def _same(keys: Keys, last: Keys) -> bool:

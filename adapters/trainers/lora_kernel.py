@@ -12,9 +12,7 @@ _ROWS, _COLUMNS, _RANKS = 64, 128, 16
 _WARPS = 8
 
 
-def add_product(
-    base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float, out: torch.Tensor
-) -> None:
+def add_product(base: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float, out: torch.Tensor) -> None:
     """Queue it on the current stream; products and sums are in float32, and the last sum is rounded once.
 
     Args:

@@ -32,6 +32,8 @@ class Device:
     def __init__(self) -> None:
         self.launched: list[int] = []
         self.looks = 0
+        self.cuda_stream = 1
+        self.sent = 0
 
 
 @pytest.fixture
@@ -46,7 +48,13 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(kernel, "addresses", look)
-    monkeypatch.setattr(kernel, "_sent", lambda array, device: torch.from_numpy(array))
+
+    def send(array: Any, _: object) -> torch.Tensor:
+        device.sent += 1
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device)
+    monkeypatch.setattr(kernel, "_sent", send)
     monkeypatch.setattr(kernel, "_launch", lambda kind, table, lists, most: device.launched.append(int(lists[0][0])))
     return device
 
@@ -101,6 +109,20 @@ def test_places_that_never_come_again_do_not_pile_up(device: Device) -> None:
     assert made.again([many[-1]], [target], UNKNOWN)
     assert not made.again([many[0]], [target], UNKNOWN)
     assert len(made._known) <= 16
+
+
+def test_on_another_stream_all_is_sent_again(device: Device) -> None:
+    """What was sent on the one is not sure to be there for the other."""
+    source, target, keys = torch.zeros(8192), torch.zeros(8192), (object(), object())
+    made = launches()
+    made.run([source], [target], keys)
+    sent = device.sent
+    for stream in (2, 1):
+        device.cuda_stream = stream
+        assert not made.again([source], [target], keys)
+        made.run([source], [target], keys)
+        assert made.again([source], [target], keys)
+    assert (sent, device.sent) == (2, 6), "a table and a list each time"
 
 
 def test_a_key_that_is_equal_is_not_the_same(device: Device) -> None:

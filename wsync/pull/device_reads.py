@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -58,7 +59,7 @@ class DeviceReads:
         near = [pair for pair in pairs if sources[pair[0].memory].device == device]
         self._near = Copies(near, device=device)
         self._far = Copies(far, device=device, over_link=True) if far else None
-        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side: Any = torch.cuda.Stream(device) if far else None  # type: ignore[no-untyped-call]
         self._timer = DeviceTimer(device)
 
     def run(self, targets: Sequence[torch.Tensor], key: object | None = None) -> None:
@@ -72,7 +73,8 @@ class DeviceReads:
                     self._far.run(self._sources, targets, keys)
             self._near.run(self._sources, targets, keys)
         finally:
-            stream.wait_stream(self._side)
+            if self._far is not None:
+                stream.wait_stream(self._side)
         self._timer.end()
 
     @property
