@@ -18,6 +18,7 @@ from wsync.adapters.trainers.fsdp import FSDPProducer
 from wsync.adapters.trainers.fsdp1 import FSDP1Producer
 from wsync.adapters.trainers.lora_layers import Term, Tuned, examine, is_tuned
 from wsync.adapters.trainers.lora_merge import check_mergeable, merge
+from wsync.adapters.trainers.lora_switches import SwitchedProducer
 from wsync.adapters.trainers.module import ModuleProducer
 from wsync.adapters.trainers.names import Held, Source, as_held, sources
 from wsync.adapters.trainers.sharded import ShardedProducer
@@ -32,7 +33,7 @@ _SHARDINGS: tuple[type[ShardedProducer], ...] = (DeepSpeedProducer, FSDP1Produce
 """Each module is taken by one of them."""
 
 
-class LoRAProducer(ShardedProducer):
+class LoRAProducer(SwitchedProducer):
     """Exports the weights that PEFT's `merge_and_unload` would leave, under the names of the model inside.
 
     Several active adapters add up. Copies that `modules_to_save` trains stand in for the originals.
@@ -77,16 +78,16 @@ class LoRAProducer(ShardedProducer):
         """See `wsync.Producer`. *Collective* where factors are sharded: gathers them."""
         super().open()
         terms = self._seen().terms
-        changed = [name for name in {**self._terms, **terms} if _shown(self._terms, name) != _shown(terms, name)]
-        if changed:
-            raise MismatchError(
-                f"{len(changed)} tensors of {self._kind} have other active adapters than at connect: "
-                f"{first_five(changed)}; connect again"
-            )
+        if terms is not self._terms:
+            self._check_switches(terms)
         self._terms = terms
         self._factors.open()
         self._whole = self._factors.collect()
         self._reached = math.inf
+
+    def confirm(self) -> bool:
+        """See `wsync.Producer`. The factors were trusted, too."""
+        return super().confirm() & self._factors.confirm()
 
     def stage(self, bucket: Bucket, slot: torch.Tensor | None) -> None:
         """See `wsync.Producer`."""
@@ -128,12 +129,20 @@ class LoRAProducer(ShardedProducer):
                 self._merged[name] = merge(tensors[name], self._layouts[name], self._terms[name], self._whole)
         return {**tensors, **self._merged}
 
+    def _check_switches(self, terms: Mapping[str, tuple[Term, ...]]) -> None:
+        changed = [name for name in {**self._terms, **terms} if _shown(self._terms, name) != _shown(terms, name)]
+        if changed:
+            raise MismatchError(
+                f"{len(changed)} tensors of {self._kind} have other active adapters than at connect: "
+                f"{first_five(changed)}; connect again"
+            )
+
     def _seen(self) -> Tuned:
         assert self._tuned is not None
         return self._tuned
 
 
-class LoRAFactors(ShardedProducer):
+class LoRAFactors(SwitchedProducer):
     """Exports A, B and magnitudes of all active adapters by their names in the module, for the ranks themselves."""
 
     def __new__(cls, module: nn.Module) -> "LoRAFactors":
@@ -178,10 +187,7 @@ class LoRAFactors(ShardedProducer):
 def combined(lora: type[ShardedProducer], module: nn.Module) -> type[ShardedProducer]:
     """What `lora` exports, with the regions of the producer for the way in which `module` is sharded."""
     sharding = next(kind for kind in _SHARDINGS if cast(Any, kind).matches(module))
-    # Adapters are switched and scaled by attributes, which no glance sees.
-    always = ("_look_quickly", "_look_closely", "confirm")
-    look_closely = {name: getattr(ShardedProducer, name) for name in always}
-    return type(f"{lora.__name__}Over{sharding.__name__}", (lora, sharding), look_closely)
+    return type(f"{lora.__name__}Over{sharding.__name__}", (lora, sharding), {})
 
 
 def _untie(held: Mapping[str, Held], terms: Mapping[str, tuple[Term, ...]]) -> dict[str, Held]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from wsync.adapters.trainers.lora import combined
 from wsync.adapters.trainers.lora_layers import Term, Tuned, examine, is_tuned
+from wsync.adapters.trainers.lora_switches import SwitchedProducer
 from wsync.adapters.trainers.names import Held, Source, as_held
 from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.errors import UnsupportedError, first_five
@@ -21,7 +22,7 @@ SCALING = "lora_scaling"
 """Beside `lora_A` and `lora_B` of a layer: a float32 scalar, the factor of their product. No file of PEFT's has it."""
 
 
-class AdapterProducer(ShardedProducer):
+class AdapterProducer(SwitchedProducer):
     """Exports the active adapter of a module under PEFT LoRA: A, B, scalings, magnitudes and copies of whole modules.
 
     All tensors of a layer are one atomic group.
