@@ -44,24 +44,24 @@ class ExperienceMaker:
         With `--sp_size` the rollouts of all ranks that share their sequences, the same on each of them.
         """
         asked = [prompt for prompt in prompts for _ in range(samples)]
-        ids = [self._encode(prompt.text) for prompt in asked]
         params = SamplingParams(
             max_new_tokens=self._args.generate_max_len,
             temperature=temperature,
             seed=seed,
             stop_token_id=self.tokenizer.eos_token_id,
         )
-        answers = self._strategy.gather_and_generate(params, ids, sleep_engine=False)
+        texts = [prompt.text for prompt in asked]
+        answers = self._strategy.gather_and_generate(params, all_prompts=texts, sleep_engine=False)
         mine = [
             Rollout(
                 prompt=prompt.text,
                 label=prompt.label,
-                prompt_ids=prompt_ids,
-                response_ids=answer.token_ids,
-                response=self.tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+                prompt_ids=answer.prompt_token_ids,
+                response_ids=answer.output_token_ids,
+                response=self.tokenizer.decode(answer.output_token_ids, skip_special_tokens=True),
                 engine_log_probs=answer.log_probs,
             )
-            for prompt, prompt_ids, answer in zip(asked, ids, answers, strict=True)
+            for prompt, answer in zip(asked, answers, strict=True)
         ]
         return self._strategy.shared(mine)
 
@@ -76,12 +76,6 @@ class ExperienceMaker:
         sequence_kl = [self._penalty(one).sum(1) for one in scored]
         experience = self._advantages(scored, scores, grouped=grouped)
         return experience, self._numbers(rollouts, scored, scores, torch.cat([*sequence_kl, torch.zeros(0)]))
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        if not ids:
-            raise ValueError(f"the prompt {text!r} has no tokens")
-        return ids[-self._args.prompt_max_len :]
 
     @torch.no_grad()
     def _score(self, rollouts: Sequence[Rollout]) -> list[Scored]:

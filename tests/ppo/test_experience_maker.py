@@ -16,6 +16,7 @@ from integrations.ppo.log_probs import Scoring
 from integrations.ppo.rewards import RewardComputationEngine
 from integrations.ppo.rewards.rules import RuleReward
 from integrations.ppo.strategy.roles import Role
+from integrations.ppo.texts import tokenizer
 from tests.ppo.samples import rollout
 
 ROLLOUTS = [rollout([7, 8, 9]), rollout([10]), rollout([11, 12, 13, 14]), rollout([15, 16])]
@@ -61,7 +62,7 @@ def made(args: Arguments, strategy: OneRank, kl_coef: float = 1.0) -> list[Exper
 
     stand_in: Any = strategy
     judges = RewardComputationEngine([RuleReward(judge)])
-    maker = ExperienceMaker(args, stand_in, models.tokenizer(args), judges, kl_controller(kl_coef, 0.0, 1))
+    maker = ExperienceMaker(args, stand_in, tokenizer(args), judges, kl_controller(kl_coef, 0.0, 1))
     experience, _ = maker.make(ROLLOUTS)
     return [row for one in experience for row in one.rows()]
 

@@ -7,7 +7,7 @@ import pytest
 
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.strategy.phases import phases
-from tests.ppo.memory_steps import clipped_alone, diverged, engine_states, placed, reloaded, synced, waited, watched
+from tests.ppo.memory_steps import diverged, engine_states, placed, synced, waited, watched
 from tests.ppo.rank_steps import trained
 from wsync.testing.ranks import run_ranks
 
@@ -71,12 +71,6 @@ def test_offload_changes_no_bit(sharding: str) -> None:
     for one, other in zip(stays, leaves, strict=True):
         assert one["after"] != one["before"]
         assert one["after"] == other["after"]
-
-
-@pytest.mark.slow
-def test_a_frozen_model_comes_and_goes() -> None:
-    for words in run_ranks(reloaded, 2, timeout_s=120):
-        assert words == [["actor", "critic", "reference"], "reference is in use; one at a time", ["actor", "critic"]]
 
 
 @pytest.mark.slow
@@ -157,12 +151,3 @@ def test_how_long_ranks_are_waited_for() -> None:
     said, _ = run_ranks(waited, 2, timeout_s=100)
     assert "trainer rank(s) [1] did not reach" in said
     assert "within 5 s" in said
-
-
-@pytest.mark.slow
-def test_a_step_leaves_the_other_model_alone() -> None:
-    """A trainer was seen to clip the critic's gradients with the actor's. Calls for optimizers need no partner."""
-    for before, after, of_actor in run_ranks(clipped_alone, 2, timeout_s=120):
-        assert before == after
-        assert before > 0.001
-        assert of_actor > 0.001, "nothing had to be clipped"
