@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from integrations.ppo import conflicts
 from integrations.ppo.errors import ConflictError
+from wsync import SyncConfig
 
 TOY_REWARDS = ("integrations.ppo.toy:lowercase_fraction",)
 
@@ -51,6 +52,7 @@ class Arguments:
     engine_tp_size: int = option(1, "ranks that share an engine, by tensor parallelism")
     engine_mem_util: float = option(0.5, "share of a GPU for the engine's weights and KV cache")
     engine_args: str = option("", "JSON of further arguments for vllm.LLM or sglang.Engine")
+    sync_args: str = option("", "JSON of wsync.SyncConfig's fields, for syncs of actor and engine")
     disable_engine_sleep: bool = option(False, "leave the engine's weights and KV cache on the device all the time")
     engine_sleep_level: Literal[1, 2] = option(
         1, "1: a sleeping engine's weights are in host memory; 2: nowhere, and waking it is a sync"
@@ -141,6 +143,11 @@ class Arguments:
         """What `--engine_args` says, by name."""
         found: dict[str, Any] = json.loads(self.engine_args) if self.engine_args else {}
         return found
+
+    @property
+    def sync_config(self) -> SyncConfig:
+        """What `--sync_args` says."""
+        return SyncConfig(**json.loads(self.sync_args)) if self.sync_args else SyncConfig()
 
     @property
     def has_toy_reward(self) -> bool:

@@ -195,7 +195,7 @@ class Strategy(Ranks, ABC):
             device=None if self.device.type == "cpu" else CudaDevice(self.device),
         )
         if actor is not None:
-            wsync.sync(actor, self.inference_engine.handle)
+            wsync.sync(actor, self.inference_engine.handle, config=args.sync_config)
         self.maybe_sleep_inference_engine()
         return self.inference_engine
 
@@ -204,7 +204,7 @@ class Strategy(Ranks, ABC):
         if self.inference_engine is None:
             self.print("there is no inference engine to update")
             return None
-        return wsync.sync(actor, self.inference_engine.handle, memory=self.memory)
+        return wsync.sync(actor, self.inference_engine.handle, config=self.args.sync_config, memory=self.memory)
 
     @property
     def inference_engine_status(self) -> EngineStatus:
