@@ -102,6 +102,9 @@ class Arguments:
     eps_clip: float = option(0.2, "policy ratio")
     value_clip: float = option(0.2, "how far a value may move in an iteration; 0: anywhere")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = option("token-mean", "how tokens weigh in a loss")
+    importance_cap: float = option(
+        0.0, "most that a token weighs in the actor's loss for being likelier to the actor than to the engine; 0: all 1"
+    )
     entropy_coef: float = option(0.0, "reward for entropy in the actor's loss")
     init_kl_coef: float = option(0.01, "weight of the KL to the reference; with 0 there is no reference")
     kl_estimator: Literal["k1", "k2", "k3"] = option("k1", "of the KL between actor and reference")

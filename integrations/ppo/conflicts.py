@@ -40,6 +40,7 @@ NOT_NEGATIVE = (
     "gamma",
     "lambd",
     "value_clip",
+    "importance_cap",
     "entropy_coef",
     "init_kl_coef",
     "kl_target",

@@ -1,6 +1,6 @@
 """From prompts to experience: generate, score by each role in turn, reward, advantages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ class Scored:
     attention_mask: torch.Tensor
     action_mask: torch.Tensor
     log_probs: torch.Tensor
+    engine_log_probs: torch.Tensor
     reference_log_probs: torch.Tensor
     values: torch.Tensor
 
@@ -101,6 +102,7 @@ class ExperienceMaker:
                 attention_mask=attention_mask,
                 action_mask=action_mask,
                 log_probs=said[index],
+                engine_log_probs=_of_engine(rollouts[index * size : (index + 1) * size], action_mask),
                 reference_log_probs=reference[index],
                 values=values[index],
             )
@@ -164,12 +166,12 @@ class ExperienceMaker:
             {"count": float(len(rollouts)), **{n: float(t) for n, t in mine.items()}}, "sum"
         )
         numbers = {name: sums[name] / sums["count"] for name in mine}
-        gap = max(_gaps(rollouts, scored), default=0.0)
+        gap = max((float((one.engine_log_probs - one.log_probs).abs().max()) for one in scored), default=0.0)
         return {**numbers, **self._strategy.all_reduce({"engine_gap": gap}, "max")}
 
 
-def _gaps(rollouts: Sequence[Rollout], scored: Sequence[Scored]) -> Iterator[float]:
-    """How far the engine's log-probabilities are from the actor's, sequence by sequence, at the worst token."""
-    actor = [row[chosen] for one in scored for row, chosen in zip(one.log_probs, one.action_mask, strict=True)]
-    for one, said in zip(rollouts, actor, strict=True):
-        yield float((torch.tensor(one.engine_log_probs) - said).abs().max())
+def _of_engine(rollouts: Sequence[Rollout], actions: torch.Tensor) -> torch.Tensor:
+    """What the engine said about the tokens of one micro-batch, 0 elsewhere."""
+    found = torch.zeros(actions.shape)
+    found[actions] = torch.tensor([number for one in rollouts for number in one.engine_log_probs])
+    return found

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from integrations.ppo.strategy.roles import Role
 from integrations.ppo.texts import tokenizer
 from tests.ppo.samples import rollout
 
+FIXED = kl_controller(0.0, 0.0, 1)
 ROLLOUTS = [rollout([7, 8, 9]), rollout([10]), rollout([11, 12, 13, 14]), rollout([15, 16])]
 
 
@@ -85,6 +87,21 @@ def test_roles_take_turns() -> None:
         *["reward"] * 4,
     ]
     assert [row.sequences[0].tolist() for row in rows] == [[*one.prompt_ids, *one.response_ids] for one in ROLLOUTS]
+    said = [row.engine_log_probs[row.action_mask].tolist() for row in rows]
+    assert said == [one.engine_log_probs for one in ROLLOUTS]
+
+
+def test_the_gap_is_that_of_the_worst_token_of_all() -> None:
+    strategy: Any = OneRank()
+    maker = ExperienceMaker(
+        Arguments(), strategy, tokenizer(Arguments()), RewardComputationEngine([RuleReward(lambda _: 0.0)]), FIXED
+    )
+    said = [row.log_probs[row.action_mask].tolist() for row in made(Arguments(), OneRank())]
+    agreeing = [replace(one, engine_log_probs=numbers) for one, numbers in zip(ROLLOUTS, said, strict=True)]
+    assert maker.make(agreeing)[1]["engine_gap"] == pytest.approx(0, abs=1e-5)
+    agreeing[2].engine_log_probs[1] += 0.5
+    agreeing[3].engine_log_probs[0] -= 0.25
+    assert maker.make(agreeing)[1]["engine_gap"] == pytest.approx(0.5, abs=1e-5)
 
 
 @pytest.mark.parametrize("more", [{"gamma": 0.5}, {"lambd": 0.5}, {"whiten_advantages": True}])

@@ -31,7 +31,7 @@ class Trainer(Hooks, ABC):
 
     Attributes:
         step: number of the iteration that runs, from 1; 0 before the first.
-        report: of the last sync.
+        report: of this iteration's sync, if it had one.
         average: of the actor's weights, with `--ema_decay`.
     """
 
@@ -91,7 +91,7 @@ class Trainer(Hooks, ABC):
         self.on_train_end()
 
     def _iteration(self) -> dict[str, float]:
-        self._seconds = {}
+        self._seconds, self.report = {}, None
         began = time.monotonic()
         self.on_step_begin()
         self.on_sample_begin()

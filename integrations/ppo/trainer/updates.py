@@ -9,7 +9,7 @@ from integrations.ppo.arguments import Arguments
 from integrations.ppo.experience import Experience
 from integrations.ppo.kl import estimate_kl
 from integrations.ppo.log_probs import token_log_probs, token_values
-from integrations.ppo.losses import aggregate, policy_loss, value_loss, weights
+from integrations.ppo.losses import aggregate, importance, policy_loss, value_loss, weights
 from integrations.ppo.strategy.base import Strategy
 from integrations.ppo.strategy.roles import Role
 
@@ -52,6 +52,8 @@ def _actor(
         role.model, one.sequences, one.attention_mask, strategy.scoring, entropy=args.entropy_coef > 0
     )
     surrogate, clipped = policy_loss(log_probs, one.log_probs, one.advantages, args.eps_clip)
+    if args.importance_cap:
+        surrogate = surrogate * importance(one.log_probs, one.engine_log_probs, args.importance_cap)
     policy = loss = mean(surrogate)
     if args.use_kl_loss:
         loss = loss + kl_coef * mean(estimate_kl(log_probs, one.reference_log_probs, args.kl_estimator))
