@@ -1,6 +1,6 @@
 """What the tests of memory have two ranks do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,12 +8,12 @@ import torch.distributed as dist
 
 import wsync
 from integrations.ppo import models
-from integrations.ppo.engines.base import SamplingParams
 from integrations.ppo.shards import shards
 from integrations.ppo.strategy import get_strategy
 from integrations.ppo.train import close, shared_folder
 from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
 from tests.ppo.rank_steps import Facts, arguments, built
+from tests.ppo.strategy_steps import GREEDY, words_of
 from wsync.testing.ranks import Rank
 
 
@@ -83,7 +83,6 @@ def engine_states(me: Rank, options: str) -> Facts:
         policy.save_pretrained(folder)
         dist.barrier()
         actor = strategy.prepare("actor", policy, 0.0).model
-        params = SamplingParams(max_new_tokens=8, temperature=0.0, seed=0, stop_token_id=None)
         states: dict[str, str] = {}
         facts: Facts = {"states": states}
 
@@ -91,13 +90,17 @@ def engine_states(me: Rank, options: str) -> Facts:
             states[when] = f"{strategy.inference_engine_status.name} {strategy.inference_engine_status.value}"
 
         def answer(when: str, *, sleep_engine: bool = True) -> None:
-            (said,) = strategy.gather_and_generate(params, [[50, 60, 70]], sleep_engine=sleep_engine)
+            (said,) = strategy.gather_and_generate(GREEDY, [[50, 60, 70]], sleep_engine=sleep_engine)
             facts[when] = said.output_token_ids
 
         note("no engine")
         facts["without an engine"] = strategy.update_engine_weights(actor)
         strategy.setup_inference_engine(args, "hf", actor, folder)
         note("set up")
+        if strategy.is_rank_0:
+            for file in folder.iterdir():
+                file.unlink()  # nothing that comes back is read from here again
+        dist.barrier()
         answer("set up")
         for shard in shards(actor):
             shard.neg_()
@@ -137,15 +140,18 @@ def synced(me: Rank, runs: Sequence[str]) -> list[int]:
     return found
 
 
-def diverged(me: Rank) -> str:
-    """One rank trains while the other one scores."""
+def parted(me: Rank, options: str, *calls: str) -> str:
+    """What is said when each rank makes another call."""
     with shared_folder() as folder:
-        trainer = built(me, "--fsdp --engine_type hf", folder)
-        try:
-            trainer.strategy.enter("score" if me.rank else "train")
-        except wsync.WsyncError as error:
-            return str(error)
-    return "nothing"
+        strategy = built(me, f"--fsdp --engine_type hf {options}", folder).strategy
+        actor = strategy.roles["actor"]
+        known: dict[str, Callable[[], Any]] = {
+            "train": lambda: strategy.maybe_load_optimizer(actor.optimizer),
+            "score": strategy.maybe_sleep_inference_engine,
+            "sync": lambda: strategy.update_engine_weights(actor.model),
+            "generate": lambda: strategy.gather_and_generate(GREEDY, [[50]]),
+        }
+        return words_of(known[calls[me.rank]])
 
 
 def waited(me: Rank) -> str:
@@ -154,9 +160,6 @@ def waited(me: Rank) -> str:
     with shared_folder() as folder:
         trainer = built(me, "--fsdp --engine_type hf --timeout_s 5", folder)
         if me.rank == 0:
-            try:
-                trainer.strategy.enter("train")
-            except wsync.WsyncError as error:
-                said = str(error)
+            said = words_of(lambda: trainer.strategy.enter("train"))
         dist.barrier()
     return said

@@ -57,7 +57,14 @@ def evaluated(me: Rank, options: str) -> Facts:
         trainer = built(me, options, folder)
         trainer.fit()
         facts: Facts = {"before": digest(trainer)}
-        facts["numbers"] = trainer.evaluate()
+        generate, asked = trainer.strategy.gather_and_generate, []
+
+        def noted(params: SamplingParams, *more: Any, **others: Any) -> list[Completion]:
+            asked.append(params.temperature)
+            return generate(params, *more, **others)
+
+        trainer.strategy.gather_and_generate = noted  # type: ignore[assignment, method-assign]
+        facts["numbers"], facts["temperatures"] = trainer.evaluate(), asked
         facts["after"] = digest(trainer)
         facts["again"] = trainer.evaluate()
         facts["prompts"] = [trainer.evaluation[index].text for index in range(len(trainer.evaluation))]

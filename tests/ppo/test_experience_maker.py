@@ -75,6 +75,7 @@ def advantages(args: Arguments, kl_coef: float = 1.0) -> torch.Tensor:
 
 
 def test_roles_take_turns() -> None:
+    """R16."""
     strategy = OneRank()
     rows = made(Arguments(micro_rollout_batch_size=2), strategy)
     assert strategy.seen == [
@@ -106,7 +107,7 @@ def test_the_gap_is_that_of_the_worst_token_of_all() -> None:
 
 @pytest.mark.parametrize("more", [{"gamma": 0.5}, {"lambd": 0.5}, {"whiten_advantages": True}])
 def test_micro_batches_do_not_matter(more: dict[str, Any]) -> None:
-    """A trainer was seen to use gamma for the first one only."""
+    """R68: a trainer was seen to use gamma for the first one only."""
     found = [advantages(Arguments(micro_rollout_batch_size=size, **more)) for size in (4, 2, 1)]
     for one in found[1:]:
         assert torch.allclose(one, found[0], atol=1e-5)
