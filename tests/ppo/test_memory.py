@@ -119,6 +119,14 @@ def test_the_engine_wakes_and_sleeps(level: int) -> None:
 
 
 @pytest.mark.slow
+def test_an_engine_that_may_not_sleep_is_awake_once_it_is_there() -> None:
+    for seen in run_ranks(engine_states, 2, "--disable_engine_sleep", timeout_s=120):
+        assert seen["states"].pop("no engine") == "SLEEPED 0"
+        assert set(seen["states"].values()) == {"WAKEUP 1"}
+        assert seen["woken"] == seen["set up"] != seen["synced"]
+
+
+@pytest.mark.slow
 def test_no_sync_is_made_for_nothing(tmp_path: Path) -> None:
     """At level 2 one more each time that the engine slept; the first one, at either level, is before it sleeps."""
     run = "--fsdp --engine_type hf --steps 2"

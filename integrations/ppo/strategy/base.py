@@ -209,8 +209,8 @@ class Strategy(Ranks, ABC):
     @property
     def inference_engine_status(self) -> EngineStatus:
         """Asleep unless weights and KV cache are there."""
-        awake = self.memory is not None and self.memory.phase == "rollout"
-        return EngineStatus.WAKEUP if awake or self.args.disable_engine_sleep else EngineStatus.SLEEPED
+        awake = self.memory is not None and (self.memory.phase == "rollout" or self.args.disable_engine_sleep)
+        return EngineStatus.WAKEUP if awake else EngineStatus.SLEEPED
 
     @property
     def wakes_by_sync(self) -> bool:
