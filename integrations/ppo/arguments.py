@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from integrations.ppo import conflicts
 from integrations.ppo.errors import ConflictError
+from wsync import SyncConfig
 
 TOY_REWARDS = ("integrations.ppo.toy:lowercase_fraction",)
 
@@ -51,6 +52,7 @@ class Arguments:
     engine_tp_size: int = option(1, "ranks that share an engine, by tensor parallelism")
     engine_mem_util: float = option(0.5, "share of a GPU for the engine's weights and KV cache")
     engine_args: str = option("", "JSON of further arguments for vllm.LLM or sglang.Engine")
+    sync_args: str = option("", "JSON of wsync.SyncConfig's fields, for syncs of actor and engine")
     disable_engine_sleep: bool = option(False, "leave the engine's weights and KV cache on the device all the time")
     engine_sleep_level: Literal[1, 2] = option(
         1, "1: a sleeping engine's weights are in host memory; 2: nowhere, and waking it is a sync"
@@ -100,6 +102,9 @@ class Arguments:
     eps_clip: float = option(0.2, "policy ratio")
     value_clip: float = option(0.2, "how far a value may move in an iteration; 0: anywhere")
     loss_agg_mode: Literal["token-mean", "seq-mean-token-mean"] = option("token-mean", "how tokens weigh in a loss")
+    importance_cap: float = option(
+        0.0, "most that a token weighs in the actor's loss for being likelier to the actor than to the engine; 0: all 1"
+    )
     entropy_coef: float = option(0.0, "reward for entropy in the actor's loss")
     init_kl_coef: float = option(0.01, "weight of the KL to the reference; with 0 there is no reference")
     kl_estimator: Literal["k1", "k2", "k3"] = option("k1", "of the KL between actor and reference")
@@ -141,6 +146,11 @@ class Arguments:
         """What `--engine_args` says, by name."""
         found: dict[str, Any] = json.loads(self.engine_args) if self.engine_args else {}
         return found
+
+    @property
+    def sync_config(self) -> SyncConfig:
+        """What `--sync_args` says."""
+        return SyncConfig(**json.loads(self.sync_args)) if self.sync_args else SyncConfig()
 
     @property
     def has_toy_reward(self) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
 from integrations.ppo.errors import ConflictError
+from wsync import ConfigError
 
 if TYPE_CHECKING:
     from integrations.ppo.arguments import Arguments
@@ -39,6 +40,7 @@ NOT_NEGATIVE = (
     "gamma",
     "lambd",
     "value_clip",
+    "importance_cap",
     "entropy_coef",
     "init_kl_coef",
     "kl_target",
@@ -105,6 +107,7 @@ def check(args: "Arguments") -> None:
     _check_batches(args)
     _check_placement(args)
     _check_engine_args(args)
+    _check_sync_args(args)
     _check_data(args)
 
 
@@ -192,14 +195,33 @@ def _check_engine_args(args: "Arguments") -> None:
         return
     if args.engine_type not in SET_BY_TRAINER:
         raise ConflictError(f"--engine_args is for {' and '.join(SET_BY_TRAINER)}; --engine_type is {args.engine_type}")
-    try:
-        found = json.loads(args.engine_args)
-    except ValueError as error:
-        raise ConflictError(f"--engine_args {args.engine_args!r} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ConflictError(f"--engine_args {args.engine_args!r} is no JSON object: names and values are wanted")
+    found = _json_object("engine_args", args.engine_args)
     if taken := [name for name in SET_BY_TRAINER[args.engine_type] if name in found]:
         raise ConflictError(f"--engine_args names what the trainer sets by itself: {', '.join(taken)}")
+
+
+def _check_sync_args(args: "Arguments") -> None:
+    if not args.sync_args:
+        return
+    _json_object("sync_args", args.sync_args)
+    try:
+        config = args.sync_config
+    except (TypeError, ConfigError) as error:
+        raise ConflictError(f"--sync_args {args.sync_args}: {error}") from error
+    if config.lora == "adapter" and args.engine_sleep_level == 2:
+        raise ConflictError(
+            "--engine_sleep_level 2 drops base weights, which adapters alone do not bring back: level 1"
+        )
+
+
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ConflictError(f"--{name} {text!r} is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ConflictError(f"--{name} {text!r} is no JSON object: names and values are wanted")
+    return found
 
 
 def _check_data(args: "Arguments") -> None:

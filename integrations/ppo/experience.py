@@ -42,6 +42,9 @@ class Experience:
     log_probs: torch.Tensor
     """Of the actor before it was trained on this: of the old policy. float32 `[batch, length - 1]`, as all below."""
 
+    engine_log_probs: torch.Tensor
+    """Of the engine that sampled it, which may have older weights than the actor, and rounds in its own way."""
+
     reference_log_probs: torch.Tensor
     """Equal to `log_probs` where there is no reference."""
 

@@ -1,6 +1,6 @@
 """From prompts to experience: generate, score by each role in turn, reward, advantages."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,6 +25,7 @@ class Scored:
     attention_mask: torch.Tensor
     action_mask: torch.Tensor
     log_probs: torch.Tensor
+    engine_log_probs: torch.Tensor
     reference_log_probs: torch.Tensor
     values: torch.Tensor
 
@@ -44,24 +45,24 @@ class ExperienceMaker:
         With `--sp_size` the rollouts of all ranks that share their sequences, the same on each of them.
         """
         asked = [prompt for prompt in prompts for _ in range(samples)]
-        ids = [self._encode(prompt.text) for prompt in asked]
         params = SamplingParams(
             max_new_tokens=self._args.generate_max_len,
             temperature=temperature,
             seed=seed,
             stop_token_id=self.tokenizer.eos_token_id,
         )
-        answers = self._strategy.gather_and_generate(params, ids, sleep_engine=False)
+        texts = [prompt.text for prompt in asked]
+        answers = self._strategy.gather_and_generate(params, all_prompts=texts, sleep_engine=False)
         mine = [
             Rollout(
                 prompt=prompt.text,
                 label=prompt.label,
-                prompt_ids=prompt_ids,
-                response_ids=answer.token_ids,
-                response=self.tokenizer.decode(answer.token_ids, skip_special_tokens=True),
+                prompt_ids=answer.prompt_token_ids,
+                response_ids=answer.output_token_ids,
+                response=self.tokenizer.decode(answer.output_token_ids, skip_special_tokens=True),
                 engine_log_probs=answer.log_probs,
             )
-            for prompt, prompt_ids, answer in zip(asked, ids, answers, strict=True)
+            for prompt, answer in zip(asked, answers, strict=True)
         ]
         return self._strategy.shared(mine)
 
@@ -76,12 +77,6 @@ class ExperienceMaker:
         sequence_kl = [self._penalty(one).sum(1) for one in scored]
         experience = self._advantages(scored, scores, grouped=grouped)
         return experience, self._numbers(rollouts, scored, scores, torch.cat([*sequence_kl, torch.zeros(0)]))
-
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        if not ids:
-            raise ValueError(f"the prompt {text!r} has no tokens")
-        return ids[-self._args.prompt_max_len :]
 
     @torch.no_grad()
     def _score(self, rollouts: Sequence[Rollout]) -> list[Scored]:
@@ -107,6 +102,7 @@ class ExperienceMaker:
                 attention_mask=attention_mask,
                 action_mask=action_mask,
                 log_probs=said[index],
+                engine_log_probs=_of_engine(rollouts[index * size : (index + 1) * size], action_mask),
                 reference_log_probs=reference[index],
                 values=values[index],
             )
@@ -170,12 +166,12 @@ class ExperienceMaker:
             {"count": float(len(rollouts)), **{n: float(t) for n, t in mine.items()}}, "sum"
         )
         numbers = {name: sums[name] / sums["count"] for name in mine}
-        gap = max(_gaps(rollouts, scored), default=0.0)
+        gap = max((float((one.engine_log_probs - one.log_probs).abs().max()) for one in scored), default=0.0)
         return {**numbers, **self._strategy.all_reduce({"engine_gap": gap}, "max")}
 
 
-def _gaps(rollouts: Sequence[Rollout], scored: Sequence[Scored]) -> Iterator[float]:
-    """How far the engine's log-probabilities are from the actor's, sequence by sequence, at the worst token."""
-    actor = [row[chosen] for one in scored for row, chosen in zip(one.log_probs, one.action_mask, strict=True)]
-    for one, said in zip(rollouts, actor, strict=True):
-        yield float((torch.tensor(one.engine_log_probs) - said).abs().max())
+def _of_engine(rollouts: Sequence[Rollout], actions: torch.Tensor) -> torch.Tensor:
+    """What the engine said about the tokens of one micro-batch, 0 elsewhere."""
+    found = torch.zeros(actions.shape)
+    found[actions] = torch.tensor([number for one in rollouts for number in one.engine_log_probs])
+    return found

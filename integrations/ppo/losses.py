@@ -33,6 +33,15 @@ def policy_loss(
     return -torch.minimum(free, clipped), clipped < free
 
 
+def importance(log_probs: torch.Tensor, engine_log_probs: torch.Tensor, cap: float) -> torch.Tensor:
+    """How much likelier the actor makes each token than the engine that sampled it, at most `cap`.
+
+    What is weighed so counts as if the actor had sampled it (https://arxiv.org/abs/1802.01561, section 4.1). The cap
+    bounds variance, for some bias.
+    """
+    return torch.exp(log_probs - engine_log_probs).clamp(max=cap)
+
+
 def value_loss(
     values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, value_clip: float
 ) -> torch.Tensor:

@@ -11,13 +11,6 @@ from integrations.ppo.randomness import kept_random_state
 from integrations.ppo.sequence_parallel import ATTENTION
 
 
-def tokenizer(args: Arguments) -> Any:
-    """Of the checkpoint, or bytes."""
-    from transformers import AutoTokenizer, ByT5Tokenizer
-
-    return AutoTokenizer.from_pretrained(args.pretrain) if args.pretrain else ByT5Tokenizer(extra_ids=0)
-
-
 def policy(args: Arguments) -> Any:
     """Actor, reference and the engine's first weights: all ranks and all calls get the same. fp32."""
     from transformers import AutoModelForCausalLM

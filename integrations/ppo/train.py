@@ -30,9 +30,8 @@ def build(args: Arguments, folder: Path) -> Trainer:
     """
     trainer_cls = get_trainer_cls(args.trainer)
     strategy = get_strategy(args)
-    tokenizer = models.tokenizer(args)
     policy = models.policy(args)
-    models.check(args, tokenizer, policy.config)
+    models.check(args, strategy.tokenizer, policy.config)
     if not args.pretrain and strategy.is_rank_0:
         policy.save_pretrained(folder)
     actor = strategy.prepare("actor", models.adapted(args, models.parallel(args, policy)), args.actor_learning_rate)
@@ -42,14 +41,14 @@ def build(args: Arguments, folder: Path) -> Trainer:
         strategy.freeze("reference", models.parallel(args, models.policy(args)))
     judges = rewards(args, strategy)
     dist.barrier()
-    strategy.setup_inference_engine(args, actor, Path(args.pretrain) if args.pretrain else folder)
+    strategy.setup_inference_engine(args, args.engine_type, actor.model, Path(args.pretrain or folder))
     kl = kl_controller(args.init_kl_coef, args.kl_target, args.kl_horizon)
     training, evaluation = data(args)
     share = args.rollout_batch_size // strategy.world_size
     return trainer_cls(
         args,
         strategy,
-        maker=ExperienceMaker(args, strategy, tokenizer, judges, kl),
+        maker=ExperienceMaker(args, strategy, strategy.tokenizer, judges, kl),
         prompts=PromptStream(strategy.setup_dataloader(training, share, shuffle=True)),
         evaluation=evaluation,
         kl=kl,

@@ -10,7 +10,8 @@ import torch
 
 from wsync.adapters.engines.sglang import SGLangEngine
 from wsync.adapters.engines.sglang_worker import SGLangLoader
-from wsync.errors import EngineStateError, UnsupportedError
+from wsync.deadline import Deadline
+from wsync.errors import ConfigError, EngineStateError, UnsupportedError
 from wsync.registry import find_engine
 
 ARGUMENTS = {"pp_size": 1, "dp_size": 1, "nnodes": 1, "speculative_algorithm": None, "disaggregation_mode": "null"}
@@ -79,6 +80,30 @@ def test_other_versions_are_refused(version: Any, other: str) -> None:
     version.__version__ = other
     with pytest.raises(UnsupportedError, match=f"{other} is not among .* allow_untested=True"):
         SGLangEngine(engine())
+
+
+@pytest.mark.parametrize("saver", [False, True])
+@pytest.mark.parametrize("backup", [False, True])
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_leave_only_where_something_will_bring_them_back(level: int, backup: bool, saver: bool) -> None:
+    """R55: a copy in host memory at level 1, the next sync at level 2. Which tags leave is said by name."""
+    released: list[tuple[str, ...]] = []
+    arguments = SimpleNamespace(device="cuda", enable_memory_saver=saver, enable_weights_cpu_backup=backup)
+    sleeper = object.__new__(SGLangEngine)
+    sleeper.name = "SGLang"
+    sleeper._calls = SimpleNamespace(  # type: ignore[assignment]
+        engine=SimpleNamespace(server_args=arguments),
+        in_flight=list,
+        flush=lambda deadline: None,
+        release=lambda tags, deadline: released.append(tags),
+    )
+    if saver and (backup or level == 2):
+        sleeper.on_sleep(level, Deadline.after(5))
+        assert released == [("weights", "kv_cache")]
+        return
+    with pytest.raises(ConfigError, match="keeps no weights while it sleeps" if saver else "enable_memory_saver=True"):
+        sleeper.on_sleep(level, Deadline.after(5))
+    assert released == []
 
 
 def test_a_parameter_that_moved_stays_an_error_until_somebody_connects_anew(monkeypatch: pytest.MonkeyPatch) -> None:

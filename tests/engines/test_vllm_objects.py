@@ -109,6 +109,7 @@ def on_gpu(llm: Any, calls: list[object], *, fails: bool = False) -> Any:
 
 
 def test_a_worker_of_this_process_has_its_device_as_the_current_one(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R54: and the level is passed, whatever this version of vLLM would take by itself."""
     calls: list[object] = []
     worker = SimpleNamespace(device=torch.device("cuda", 3))
     on_gpu(llm, calls).model_executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=worker))

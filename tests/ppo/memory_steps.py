@@ -1,22 +1,19 @@
 """What the tests of memory have two ranks do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 import wsync
 from integrations.ppo import models
-from integrations.ppo.engines.base import SamplingParams
 from integrations.ppo.shards import shards
 from integrations.ppo.strategy import get_strategy
-from integrations.ppo.strategy.roles import Role
 from integrations.ppo.train import close, shared_folder
 from integrations.ppo.trainer import Trainer, get_trainer_cls, register_trainer
 from tests.ppo.rank_steps import Facts, arguments, built
+from tests.ppo.strategy_steps import GREEDY, words_of
 from wsync.testing.ranks import Rank
 
 
@@ -42,12 +39,12 @@ def watched(me: Rank, options: str) -> list[tuple[str, str | None, list[str]]]:
         assert memory is not None
         backward = strategy.backward
 
-        def once(loss: torch.Tensor, role: Role) -> None:
+        def once(*args: Any) -> None:
             if seen[-1][0] != "backward":
                 seen.append(("backward", memory.phase, sorted(memory.present)))
-            backward(loss, role)
+            backward(*args)
 
-        strategy.backward = once  # type: ignore[method-assign]
+        strategy.backward = once  # type: ignore[assignment, method-assign]
         trainer.fit()
         close(strategy)
     return seen
@@ -67,11 +64,12 @@ def placed(me: Rank, runs: Sequence[str]) -> list[Facts]:
                 facts["meshes"][name] = tuple(group.mesh_info.mesh.shape)
                 facts["policies"][name] = type(group.offload_policy).__name__
             facts["moved"] = "nothing"
+            actor = strategy.roles["actor"].model
             try:
-                strategy.reload_model(strategy.roles["actor"])
+                strategy.reload_model(actor)
             except ValueError as error:
                 facts["moved"] = str(error)
-            strategy.offload_model()
+            strategy.offload_model(actor)
             close(strategy)
         found.append(facts)
     return found
@@ -84,8 +82,7 @@ def engine_states(me: Rank, options: str) -> Facts:
         args, policy = strategy.args, models.policy(strategy.args)
         policy.save_pretrained(folder)
         dist.barrier()
-        actor = strategy.prepare("actor", policy, 0.0)
-        params = SamplingParams(max_new_tokens=8, temperature=0.0, seed=0, stop_token_id=None)
+        actor = strategy.prepare("actor", policy, 0.0).model
         states: dict[str, str] = {}
         facts: Facts = {"states": states}
 
@@ -93,15 +90,19 @@ def engine_states(me: Rank, options: str) -> Facts:
             states[when] = f"{strategy.inference_engine_status.name} {strategy.inference_engine_status.value}"
 
         def answer(when: str, *, sleep_engine: bool = True) -> None:
-            (said,) = strategy.gather_and_generate(params, [[50, 60, 70]], sleep_engine=sleep_engine)
-            facts[when] = said.token_ids
+            (said,) = strategy.gather_and_generate(GREEDY, [[50, 60, 70]], sleep_engine=sleep_engine)
+            facts[when] = said.output_token_ids
 
         note("no engine")
         facts["without an engine"] = strategy.update_engine_weights(actor)
-        strategy.setup_inference_engine(args, actor, folder)
+        strategy.setup_inference_engine(args, "hf", actor, folder)
         note("set up")
+        if strategy.is_rank_0:
+            for file in folder.iterdir():
+                file.unlink()  # nothing that comes back is read from here again
+        dist.barrier()
         answer("set up")
-        for shard in shards(actor.model):
+        for shard in shards(actor):
             shard.neg_()
         for when in ("woken", "woken again"):
             strategy.wakeup_inference_engine()
@@ -139,33 +140,18 @@ def synced(me: Rank, runs: Sequence[str]) -> list[int]:
     return found
 
 
-def reloaded(me: Rank) -> list[list[str] | str]:
-    """What is there with the reference, what is said when it should come twice, and what is there without it."""
+def parted(me: Rank, options: str, *calls: str) -> str:
+    """What is said when each rank makes another call."""
     with shared_folder() as folder:
-        strategy = built(me, "--fsdp --engine_type hf --offload_models --adam_offload", folder).strategy
-        memory, reference = strategy.memory, strategy.roles["reference"]
-        assert memory is not None
-        strategy.reload_model(reference)
-        found: list[list[str] | str] = [sorted(memory.present)]
-        try:
-            strategy.reload_model(reference)
-        except wsync.MemoryStateError as error:
-            found.append(str(error))
-        strategy.offload_model()
-        found.append(sorted(memory.present))
-        close(strategy)
-    return found
-
-
-def diverged(me: Rank) -> str:
-    """One rank trains while the other one scores."""
-    with shared_folder() as folder:
-        trainer = built(me, "--fsdp --engine_type hf", folder)
-        try:
-            trainer.strategy.enter("score" if me.rank else "train")
-        except wsync.WsyncError as error:
-            return str(error)
-    return "nothing"
+        strategy = built(me, f"--fsdp --engine_type hf {options}", folder).strategy
+        actor = strategy.roles["actor"]
+        known: dict[str, Callable[[], Any]] = {
+            "train": lambda: strategy.maybe_load_optimizer(actor.optimizer),
+            "score": strategy.maybe_sleep_inference_engine,
+            "sync": lambda: strategy.update_engine_weights(actor.model),
+            "generate": lambda: strategy.gather_and_generate(GREEDY, [[50]]),
+        }
+        return words_of(known[calls[me.rank]])
 
 
 def waited(me: Rank) -> str:
@@ -174,35 +160,6 @@ def waited(me: Rank) -> str:
     with shared_folder() as folder:
         trainer = built(me, "--fsdp --engine_type hf --timeout_s 5", folder)
         if me.rank == 0:
-            try:
-                trainer.strategy.enter("train")
-            except wsync.WsyncError as error:
-                said = str(error)
+            said = words_of(lambda: trainer.strategy.enter("train"))
         dist.barrier()
     return said
-
-
-def clipped_alone(me: Rank) -> tuple[float, float, float]:
-    """Both models have gradients. Norms: the critic's before and after the actor's step, and the actor's."""
-    with shared_folder() as folder:
-        strategy = built(me, "--fsdp --engine_type hf --max_norm 0.001 --adam_offload", folder).strategy
-        for _ in range(2):  # what is there already stays
-            strategy.maybe_load_optimizer()
-        actor, critic = strategy.roles["actor"], strategy.roles["critic"]
-        ids = torch.arange(3, 11)[None]
-        for role in (actor, critic):
-            strategy.backward(role.model(input_ids=ids).logits.square().mean(), role)
-        before = _norm(critic.model)
-        of_actor = strategy.optimizer_step(actor)
-        after = _norm(critic.model)
-        for _ in range(2):
-            strategy.maybe_offload_optimizer()
-        close(strategy)
-    return before, after, of_actor
-
-
-def _norm(model: torch.nn.Module) -> float:
-    """Of this rank's gradients."""
-    grads = [one.grad for one in model.parameters() if one.grad is not None]
-    local = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
-    return float(torch.stack([grad.norm() for grad in local]).norm())

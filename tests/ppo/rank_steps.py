@@ -57,7 +57,14 @@ def evaluated(me: Rank, options: str) -> Facts:
         trainer = built(me, options, folder)
         trainer.fit()
         facts: Facts = {"before": digest(trainer)}
-        facts["numbers"] = trainer.evaluate()
+        generate, asked = trainer.strategy.gather_and_generate, []
+
+        def noted(params: SamplingParams, *more: Any, **others: Any) -> list[Completion]:
+            asked.append(params.temperature)
+            return generate(params, *more, **others)
+
+        trainer.strategy.gather_and_generate = noted  # type: ignore[assignment, method-assign]
+        facts["numbers"], facts["temperatures"] = trainer.evaluate(), asked
         facts["after"] = digest(trainer)
         facts["again"] = trainer.evaluate()
         facts["prompts"] = [trainer.evaluation[index].text for index in range(len(trainer.evaluation))]
@@ -88,22 +95,33 @@ class Adder:
         assert prompts, "engines need not take a batch without prompts"
         self.batch = len(prompts)
         pairs = zip(prompts, seeds, strict=True)
-        return [Completion(token_ids=[sum(prompt), seed // 100], log_probs=[-1.0, -1.0]) for prompt, seed in pairs]
+        said = [-1.0, -1.0]
+        return [
+            Completion(prompt_token_ids=[*prompt], output_token_ids=[sum(prompt), seed // 100], log_probs=said)
+            for prompt, seed in pairs
+        ]
 
     def close(self) -> None:
         """See `InferenceEngine`."""
 
 
-def gathered(me: Rank) -> tuple[list[list[int]], list[list[int]], int, list[list[Completion]]]:
-    """(prompts of this rank, its answers, how many prompts its engine got, answers where engines have no prompt)."""
+def gathered(me: Rank) -> Facts:
+    """Prompts of this rank, its answers, how many prompts its engine got, answers to texts, and to next to nothing."""
     strategy = get_strategy(arguments("--fsdp --engine_tp_size 2 --train_batch_size 64"))
     strategy.inference_engine = adder = Adder()
     asked = [[me.rank, 10 * index] for index in range((3, 1, 0, 5)[me.rank])]
     params = SamplingParams(max_new_tokens=2, temperature=1.0, seed=100 * me.rank, stop_token_id=None)
     answers = strategy.gather_and_generate(params, asked)
+    facts: Facts = {"asked": asked, "answers": answers, "batch": adder.batch}
+    facts["to texts"] = strategy.gather_and_generate(params, all_prompts=["a", "0123456789"][: me.rank])
     only_first: list[list[int]] = [[1]] if me.rank == 0 else []
-    fewer = [strategy.gather_and_generate(params, some) for some in (only_first, [])]
-    return asked, [answer.token_ids for answer in answers], adder.batch, fewer
+    facts["fewer"] = [strategy.gather_and_generate(params, some) for some in (only_first, [])]
+    for name, prompts in {"neither": (None, None), "both": (asked, ["a"])}.items():
+        try:
+            strategy.gather_and_generate(params, *prompts)
+        except ValueError as error:
+            facts[name] = str(error)
+    return facts
 
 
 def judged(me: Rank, folders: list[str]) -> Facts:

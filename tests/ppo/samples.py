@@ -15,7 +15,7 @@ def experience(lengths: list[tuple[int, int]], seed: int = 0) -> Experience:
     sequences, attention_mask, action_mask = padded(
         [tokens(prompt) for prompt, _ in lengths], [tokens(response) for _, response in lengths]
     )
-    names = ("log_probs", "reference_log_probs", "values", "advantages", "returns")
+    names = ("log_probs", "engine_log_probs", "reference_log_probs", "values", "advantages", "returns")
     numbers = {name: torch.randn(action_mask.shape, generator=generator) * action_mask for name in names}
     return Experience(sequences=sequences, attention_mask=attention_mask, action_mask=action_mask, **numbers)
 
@@ -27,6 +27,6 @@ def rollout(response_ids: list[int], label: str | None = None) -> Rollout:
         response="r",
         prompt_ids=[5],
         response_ids=response_ids,
-        engine_log_probs=[-1.0] * len(response_ids),
+        engine_log_probs=[-0.25 * token for token in response_ids],
         label=label,
     )

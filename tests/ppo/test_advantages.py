@@ -57,7 +57,7 @@ def test_gae_is_the_sum_in_the_paper(
 
 
 def test_gamma_reaches_every_row() -> None:
-    """A trainer was seen to use it for the first micro-batch only."""
+    """R68: a trainer was seen to use it for the first micro-batch only."""
     rewards, values = torch.ones(2, 3), torch.zeros(2, 3)
     mask = torch.ones(2, 3).bool()
     advantages, _ = gae(rewards, values, mask, gamma=0.5, lambd=1.0)

@@ -1,5 +1,7 @@
 """Defaults, what a command line becomes, and what does not go together."""
 
+from dataclasses import FrozenInstanceError, fields
+
 import pytest
 
 from integrations.ppo.arguments import Arguments, parse
@@ -11,8 +13,44 @@ def test_defaults_and_round_trip() -> None:
     assert parse([]) == Arguments()
     args = parse(["--fsdp", "--seed", "3", "--reward", "a:b", "c:d", "--temperature", "0.7"])
     assert args == Arguments(fsdp=True, seed=3, reward=["a:b", "c:d"], temperature=0.7)
-    assert (args.micro_train_batch_size, args.train_batch_size, args.micro_rollout_batch_size) == (4, 128, 8)
-    assert (args.init_kl_coef, args.adam_offload, args.disable_engine_sleep) == (0.01, False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("engine_tp_size", 1),
+        ("engine_mem_util", 0.5),
+        ("disable_engine_sleep", False),
+        ("fsdp", False),
+        ("fsdp_cpu_offload", False),
+        ("use_mp_opt", False),
+        ("packing_samples", False),
+        ("sp_size", 1),
+        ("fused_linear_logprob", False),
+        ("chunk_size", 4096),
+        ("log_dir", ""),
+        ("plot_every", 10),
+        ("engine_type", "vllm"),
+        ("zero_stage", 2),
+        ("adam_offload", False),
+        ("bf16", False),
+        ("micro_train_batch_size", 4),
+        ("train_batch_size", 128),
+        ("micro_rollout_batch_size", 8),
+        ("init_kl_coef", 0.01),
+        ("initial_model_shard_size", 0),
+    ],
+)
+def test_defaults_are_those_that_are_known(name: str, value: object) -> None:
+    """R49, R50; where None was known, what is empty or 0 means the same."""
+    assert getattr(parse([]), name) == value
+
+
+def test_nobody_rewrites_an_option() -> None:
+    """R65: one was seen to be set to something else without a word."""
+    for one in fields(Arguments):
+        with pytest.raises(FrozenInstanceError):
+            setattr(parse([]), one.name, None)
 
 
 def test_sleep_may_be_asked_for_by_name() -> None:
@@ -48,6 +86,11 @@ def test_an_unknown_option_is_an_error() -> None:
         ("--engine_args [1]", "is no JSON object"),
         ('--engine_args {"seed":1,"dtype":"float16","quantization":"fp8"}', "by itself: dtype, seed$"),
         ('--engine_type sglang --engine_args {"model":"x","tp_size":2}', "by itself: tp_size$"),
+        ("--sync_args {", "is no JSON"),
+        ('--sync_args ["digest"]', "is no JSON object"),
+        ('--sync_args {"backend":"naive"}', "unexpected keyword argument 'backend'"),
+        ('--sync_args {"verify":"words"}', "verify is 'words'"),
+        ('--sync_args {"lora":"adapter"} --engine_sleep_level 2', "level 1$"),
         ("--sp_size 2 --packing_samples", "--packing_samples"),
         ("--adam_offload --zero_stage 3", "FusedAdam"),
         ("--fsdp_cpu_offload", "without --fsdp"),
@@ -71,6 +114,7 @@ def test_an_unknown_option_is_an_error() -> None:
     ],
 )
 def test_conflicts_raise(argv: str, words: str) -> None:
+    """R71 among them: --fsdp_cpu_offload was seen to clear --adam_offload in one place, and not where it is read."""
     with pytest.raises(ConflictError, match=words):
         parse(argv.split())
 

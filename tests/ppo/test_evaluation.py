@@ -10,10 +10,11 @@ from wsync.testing.ranks import run_ranks
 
 @pytest.mark.slow
 def test_evaluation() -> None:
-    facts = run_ranks(
-        evaluated, 2, "--fsdp --engine_type hf --steps 1 --reward tests.ppo.rules:prompt_length", timeout_s=200
-    )
+    """R83. R67: it was seen to be of one rank, to sample as training does, and to move a normaliser."""
+    options = "--fsdp --engine_type hf --steps 1 --temperature 0.7 --reward tests.ppo.rules:prompt_length"
+    facts = run_ranks(evaluated, 2, options, timeout_s=200)
     for one in facts:
+        assert one["temperatures"] == [0.0, 0.0], "of both evaluations"
         assert one["after"] == one["before"]
         assert one["numbers"] == facts[0]["numbers"]
         assert one["again"] == one["numbers"], "it is greedy, and no weight moved"

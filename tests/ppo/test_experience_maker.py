@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,8 +17,10 @@ from integrations.ppo.log_probs import Scoring
 from integrations.ppo.rewards import RewardComputationEngine
 from integrations.ppo.rewards.rules import RuleReward
 from integrations.ppo.strategy.roles import Role
+from integrations.ppo.texts import tokenizer
 from tests.ppo.samples import rollout
 
+FIXED = kl_controller(0.0, 0.0, 1)
 ROLLOUTS = [rollout([7, 8, 9]), rollout([10]), rollout([11, 12, 13, 14]), rollout([15, 16])]
 
 
@@ -61,7 +64,7 @@ def made(args: Arguments, strategy: OneRank, kl_coef: float = 1.0) -> list[Exper
 
     stand_in: Any = strategy
     judges = RewardComputationEngine([RuleReward(judge)])
-    maker = ExperienceMaker(args, stand_in, models.tokenizer(args), judges, kl_controller(kl_coef, 0.0, 1))
+    maker = ExperienceMaker(args, stand_in, tokenizer(args), judges, kl_controller(kl_coef, 0.0, 1))
     experience, _ = maker.make(ROLLOUTS)
     return [row for one in experience for row in one.rows()]
 
@@ -72,6 +75,7 @@ def advantages(args: Arguments, kl_coef: float = 1.0) -> torch.Tensor:
 
 
 def test_roles_take_turns() -> None:
+    """R16."""
     strategy = OneRank()
     rows = made(Arguments(micro_rollout_batch_size=2), strategy)
     assert strategy.seen == [
@@ -84,11 +88,26 @@ def test_roles_take_turns() -> None:
         *["reward"] * 4,
     ]
     assert [row.sequences[0].tolist() for row in rows] == [[*one.prompt_ids, *one.response_ids] for one in ROLLOUTS]
+    said = [row.engine_log_probs[row.action_mask].tolist() for row in rows]
+    assert said == [one.engine_log_probs for one in ROLLOUTS]
+
+
+def test_the_gap_is_that_of_the_worst_token_of_all() -> None:
+    strategy: Any = OneRank()
+    maker = ExperienceMaker(
+        Arguments(), strategy, tokenizer(Arguments()), RewardComputationEngine([RuleReward(lambda _: 0.0)]), FIXED
+    )
+    said = [row.log_probs[row.action_mask].tolist() for row in made(Arguments(), OneRank())]
+    agreeing = [replace(one, engine_log_probs=numbers) for one, numbers in zip(ROLLOUTS, said, strict=True)]
+    assert maker.make(agreeing)[1]["engine_gap"] == pytest.approx(0, abs=1e-5)
+    agreeing[2].engine_log_probs[1] += 0.5
+    agreeing[3].engine_log_probs[0] -= 0.25
+    assert maker.make(agreeing)[1]["engine_gap"] == pytest.approx(0.5, abs=1e-5)
 
 
 @pytest.mark.parametrize("more", [{"gamma": 0.5}, {"lambd": 0.5}, {"whiten_advantages": True}])
 def test_micro_batches_do_not_matter(more: dict[str, Any]) -> None:
-    """A trainer was seen to use gamma for the first one only."""
+    """R68: a trainer was seen to use gamma for the first one only."""
     found = [advantages(Arguments(micro_rollout_batch_size=size, **more)) for size in (4, 2, 1)]
     for one in found[1:]:
         assert torch.allclose(one, found[0], atol=1e-5)

@@ -14,6 +14,7 @@ from wsync.testing.ranks import run_ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["--fsdp", pytest.param("--zero_stage 3", marks=pytest.mark.matrix)])
 def test_average_and_checkpoints(tmp_path: Path, sharding: str) -> None:
+    """R73: a moving average was seen with DeepSpeed only."""
     options = f"{sharding} --engine_type hf --steps 1 --ema_decay 0.5 --save_path {tmp_path}"
     for facts in run_ranks(averaged, 2, options, timeout_s=200):
         assert facts == {"equal": True, "differs": True, "back": True}

@@ -29,8 +29,15 @@ def test_sizes_that_do_not_fit(tp_size: int) -> None:
 
 @pytest.mark.slow
 def test_uneven_prompts_keep_their_order() -> None:
-    """Four ranks, two engines; one rank has no prompt at all."""
-    for rank, (asked, answered, batch, fewer) in enumerate(run_ranks(gathered, 4, timeout_s=60)):
-        assert answered == [[sum(prompt), rank] for prompt in asked], "an answer to another prompt, or by another seed"
-        assert batch == {0: 1, 1: 1, 2: 5, 3: 5}[rank], "the last batch with prompts"
-        assert [len(some) for some in fewer] == [int(rank == 0), 0]
+    """R77. Four ranks, two engines; one rank has no prompt at all."""
+    texts = [[100], [3 + byte for byte in b"23456789"]]
+    for rank, facts in enumerate(run_ranks(gathered, 4, timeout_s=60)):
+        said = [answer.output_token_ids for answer in facts["answers"]]
+        assert said == [[sum(prompt), rank] for prompt in facts["asked"]], "of another prompt, or by another seed"
+        assert [answer.prompt_token_ids for answer in facts["answers"]] == facts["asked"]
+        assert facts["batch"] == [4, 4, 5, 5][rank], "all prompts of an engine's ranks in one batch"
+        assert [answer.prompt_token_ids for answer in facts["to texts"]] == texts[:rank], "long ones keep their ends"
+        assert [answer.output_token_ids for answer in facts["to texts"]] == [[sum(ids), rank] for ids in texts[:rank]]
+        assert [len(some) for some in facts["fewer"]] == [int(rank == 0), 0]
+        assert "pass one of them" in facts["neither"]
+        assert "pass one of them" in facts["both"]

@@ -27,4 +27,4 @@ def test_a_checkpoints_ways_to_sample_are_left_out(tmp_path: Path, temperature: 
     own = GenerationConfig(do_sample=True, top_k=1, top_p=0.01, temperature=0.1, repetition_penalty=5.0)
     plain = answers(tmp_path / "plain", temperature)
     assert answers(tmp_path / "own", temperature, own) == plain
-    assert [len(one.token_ids) for one in plain] == [12, 12]
+    assert [len(one.output_token_ids) for one in plain] == [12, 12]

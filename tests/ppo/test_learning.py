@@ -38,6 +38,7 @@ def rewards(found: list[dict[str, Any]]) -> tuple[float, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("options", CASES)
 def test_it_learns(tmp_path: Path, options: str) -> None:
+    """R59 among them: LoRA with vLLM was seen to be not implemented."""
     found = run(tmp_path, f"{options} {SMALL} --steps {STEPS}")
     first, last = rewards(found)
     assert first < 0.2

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 import torch
 
-from integrations.ppo.losses import aggregate, policy_loss, value_loss, weights
+from integrations.ppo.losses import aggregate, importance, policy_loss, value_loss, weights
 
 MASK = torch.tensor([[True, True, True, True], [True, False, False, False]])
 VALUES = torch.tensor([[1.0, 2.0, 3.0, 4.0], [10.0, 99.0, 99.0, 99.0]])
@@ -49,6 +49,27 @@ def test_policy_gradient_at_the_old_policy_is_that_of_reinforce() -> None:
     loss.sum().backward()  # type: ignore[no-untyped-call]
     assert log_probs.grad is not None
     assert log_probs.grad.tolist() == [-3.0, 4.0]
+
+
+def test_importance_makes_up_for_an_engine_with_older_weights() -> None:
+    """R63: the gradient expected over what the engine samples is then that over what the actor samples."""
+    generator = torch.Generator().manual_seed(0)
+    logits, of_engine, advantages = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(3))
+    logits.requires_grad_()
+    old, engine = logits.detach().log_softmax(0), of_engine.log_softmax(0)
+
+    def gradient(sampled_by: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor:
+        loss, _ = policy_loss(logits.log_softmax(0), old, advantages, 0.2)
+        (found,) = torch.autograd.grad((sampled_by.exp() * weight * loss).sum(), logits)
+        return found
+
+    wanted = gradient(old, 1.0)
+    assert torch.allclose(gradient(engine, importance(old, engine, math.inf)), wanted)
+    assert not torch.allclose(gradient(engine, 1.0), wanted, atol=0.1), "there was nothing to make up for"
+    ratios = importance(old, engine, 1.5)
+    assert torch.equal(ratios, (old - engine).exp().clamp(max=1.5))
+    assert 0 < int((ratios == 1.5).sum()) < 7
+    assert importance(old, old, 1.5).tolist() == [1] * 7
 
 
 def test_value_loss_by_hand() -> None:

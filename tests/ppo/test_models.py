@@ -7,6 +7,7 @@ import pytest
 from integrations.ppo import models
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.errors import ConflictError
+from integrations.ppo.texts import tokenizer
 
 
 class OtherTokens:
@@ -20,14 +21,14 @@ class OtherTokens:
 
 def test_the_toy_fits() -> None:
     args = Arguments()
-    models.check(args, models.tokenizer(args), models.policy(args).config)
+    models.check(args, tokenizer(args), models.policy(args).config)
 
 
 def test_more_tokens_than_positions() -> None:
     args = Arguments(generate_max_len=16)
     config: Any = models.policy(args).config
     with pytest.raises(ConflictError, match="are 408 tokens; the model has 32 positions"):
-        models.check(Arguments(generate_max_len=400), models.tokenizer(args), config)
+        models.check(Arguments(generate_max_len=400), tokenizer(args), config)
 
 
 def test_the_toys_reward_wants_bytes() -> None:

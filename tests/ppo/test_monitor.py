@@ -49,7 +49,7 @@ def test_without_a_folder_nothing_is_written(tmp_path: Path, active: bool) -> No
 
 @pytest.mark.slow
 def test_of_a_run(tmp_path: Path) -> None:
-    """Plots go to --log_dir, evaluations are made, and every iteration has its line about memory."""
+    """R74: plots go to --log_dir. R66: evaluations are made. R51: every iteration has its line about memory."""
     found = run(
         tmp_path, f"--fsdp --engine_type hf {SMALL} --steps 2 --plot_every 2 --eval_every 1 --eval_before_train"
     )

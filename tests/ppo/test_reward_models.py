@@ -26,7 +26,10 @@ def reward_model(folder: Path, seed: int, pad_token_id: int | None) -> Any:
 
 @pytest.mark.slow
 def test_two_reward_models(tmp_path: Path) -> None:
-    """One pads with another token than its tokenizer does, one knows no padding, and so judges one by one."""
+    """R56: a trainer was seen to bring all of them first.
+
+    One pads with another token than its tokenizer does, one knows no padding, and so judges one by one.
+    """
     from transformers import ByT5Tokenizer
 
     folders = [tmp_path / "one", tmp_path / "two"]

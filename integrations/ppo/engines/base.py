@@ -24,9 +24,10 @@ class SamplingParams:
 class Completion:
     """One answer."""
 
-    token_ids: list[int]
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
     log_probs: list[float]
-    """Of each token, at the temperature of sampling; of greedy answers at temperature 1."""
+    """Of each token of the output, at the temperature of sampling; of greedy answers at temperature 1."""
 
 
 class InferenceEngine(Protocol):

@@ -41,7 +41,10 @@ class HFInferenceEngine:
                 prompts, max_new_tokens=params.max_new_tokens, eos_token_id=params.stop_token_id, **sampling
             )
         log_probs = self._log_probs(prompts, answers, params.temperature or 1.0)
-        return [Completion(token_ids=a, log_probs=said) for a, said in zip(answers, log_probs, strict=True)]
+        return [
+            Completion(prompt_token_ids=list(prompt), output_token_ids=answer, log_probs=said)
+            for prompt, answer, said in zip(prompts, answers, log_probs, strict=True)
+        ]
 
     @torch.no_grad()
     def _log_probs(

@@ -73,7 +73,7 @@ class SGLangInferenceEngine:
         answers = self.handle.generate(
             input_ids=[list(prompt) for prompt in prompts], sampling_params=shared, return_logprob=True
         )
-        return [_completion(answer) for answer in answers]
+        return [_completion(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def close(self) -> None:
         """See `InferenceEngine`."""
@@ -81,9 +81,9 @@ class SGLangInferenceEngine:
             self.handle.shutdown()
 
 
-def _completion(answer: Any) -> Completion:
+def _completion(prompt: Sequence[int], answer: Any) -> Completion:
     said = [log_prob for log_prob, *_ in answer["meta_info"]["output_token_logprobs"]]
-    return Completion(token_ids=list(answer["output_ids"]), log_probs=said)
+    return Completion(prompt_token_ids=list(prompt), output_token_ids=list(answer["output_ids"]), log_probs=said)
 
 
 @contextmanager

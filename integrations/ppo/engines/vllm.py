@@ -65,14 +65,13 @@ class VLLMInferenceEngine:
         asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         with kept_random_state():
             answers = self.handle.generate(asked, sampling, use_tqdm=False)
-        return [_completion(answer.outputs[0]) for answer in answers]
+        return [_completion(prompt, answer.outputs[0]) for prompt, answer in zip(prompts, answers, strict=True)]
 
     def close(self) -> None:
         """See `InferenceEngine`."""
 
 
-def _completion(output: Any) -> Completion:
+def _completion(prompt: Sequence[int], output: Any) -> Completion:
     ids = list(output.token_ids)
-    return Completion(
-        token_ids=ids, log_probs=[said[token].logprob for token, said in zip(ids, output.logprobs, strict=True)]
-    )
+    said = [said[token].logprob for token, said in zip(ids, output.logprobs, strict=True)]
+    return Completion(prompt_token_ids=list(prompt), output_token_ids=ids, log_probs=said)

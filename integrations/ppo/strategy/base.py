@@ -1,18 +1,18 @@
-"""What does not depend on who shards the models: groups, numbers over ranks, the engine and the phases of memory."""
+"""What does not depend on who shards the models: the engine and the phases of memory."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from enum import IntEnum
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.distributed.device_mesh import DeviceMesh
 
 import wsync
-from integrations.ppo import conflicts
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.engines import start_engine
 from integrations.ppo.engines.base import Completion, InferenceEngine, SamplingParams
@@ -22,8 +22,10 @@ from integrations.ppo.log_probs import Scoring
 from integrations.ppo.sequence_parallel import SequenceParallel
 from integrations.ppo.strategy.master_weights import to_bfloat16
 from integrations.ppo.strategy.phases import phases
-from integrations.ppo.strategy.roles import Role
+from integrations.ppo.strategy.ranks import Ranks
+from integrations.ppo.strategy.roles import Role, role_of
 from integrations.ppo.strategy.sharding import copies, shard
+from integrations.ppo.texts import encode, tokenizer
 from wsync.memory.cuda_device import CudaDevice
 
 T = TypeVar("T")
@@ -37,48 +39,68 @@ class EngineStatus(IntEnum):
     WAKEUP = 1
 
 
-class Strategy(ABC):
+class Strategy(Ranks, ABC):
     """How models are sharded and stepped, and the one engine that they share their devices with.
 
-    Nothing here knows what a reward or an advantage is. Methods that are marked *collective* are called by every rank,
-    in the same order.
+    Nothing here knows what a reward or an advantage is. Models, optimizers and schedulers are passed as they are; a
+    `Role` is what holds them together.
     """
 
     def __init__(self, args: Arguments) -> None:
-        """The default process group is there. Raises `ConflictError` if `args` do not fit the number of ranks."""
-        conflicts.check_world(args, dist.get_world_size())
-        self.args = args
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else _CPU
+        """See `Ranks`."""
+        super().__init__(args)
         self.roles: dict[str, Role] = {}
         self.dp_size = self.world_size // args.sp_size
+        self.micro_batches = args.train_batch_size // (args.micro_train_batch_size * self.dp_size)
+        """Of each rank in an optimizer step."""
         self.sequence_parallel = SequenceParallel(args.sp_size) if args.sp_size > 1 else None
         self._engine_group = EngineGroup(args.engine_tp_size)
         self.inference_engine: InferenceEngine | None = None
         self.memory: wsync.MemoryManager | None = None
-        self._guests = ExitStack()
-        self._copies = copies(self.world_size, args.initial_model_shard_size, self.device)
+        self._actor: Any = None
+        self._guests: dict[str, ExitStack] = {}
+        self._meshes: dict[int, DeviceMesh | None] = {}
 
     # Models.
 
-    def prepare_model(self, model: Any) -> Any:
-        """*Collective.* Shard `model`, all of which every rank has, by FSDP2.
+    def prepare_model(self, model: Any, is_training: bool = False, shard_size: int = -1) -> Any:
+        """*Collective.* Shard a model by FSDP2.
 
-        With `--initial_model_shard_size` so many neighbouring ranks share a copy.
+        Args:
+            model: all of it, on every rank.
+            is_training: with `--fsdp_cpu_offload` what trains stays in host memory.
+            shard_size: so many neighbouring ranks share a copy. -1: all of them, or for a model that is not trained as
+                many as `--initial_model_shard_size` says.
+
+        Raises `ConflictError` if that is no divisor of the number of ranks.
         """
-        return shard(model, self.device, bf16=self.args.bf16, mesh=self._copies)
+        size = shard_size
+        if size == -1:
+            size = 0 if is_training else self.args.initial_model_shard_size
+        if size not in self._meshes:
+            self._meshes[size] = copies(self.world_size, size, self.device)
+        return shard(
+            model.train(is_training),
+            self.device,
+            bf16=self.args.bf16,
+            mesh=self._meshes[size],
+            cpu_offload=is_training and self.args.fsdp_cpu_offload,
+        )
 
     @abstractmethod
     def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
         """*Collective.* Shard a model and give it an optimizer and a scheduler."""
 
     @abstractmethod
-    def backward(self, loss: torch.Tensor, role: Role) -> None:
-        """*Collective.* Add the gradients of `loss`, averaged over ranks."""
+    def backward(self, loss: torch.Tensor, model: Any, optimizer: Any) -> None:
+        """*Collective.* Add the gradients of `loss`, averaged over ranks. `optimizer_step` comes after each one."""
 
     @abstractmethod
-    def optimizer_step(self, role: Role) -> float:
-        """*Collective.* Clip this model's gradients, and this model's alone, step and zero them. Returns their norm."""
+    def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model") -> float | None:
+        """*Collective.* Count a micro-batch of `name`, one for each model; the last one of a step makes that step.
+
+        It clips this model's gradients, and this model's alone, steps and zeroes them. Returns their norm, else None.
+        """
 
     @abstractmethod
     def save_ckpt(self, folder: Path) -> None:
@@ -95,8 +117,18 @@ class Strategy(ABC):
         """
         if self.args.bf16:
             to_bfloat16(model)
-        self.roles[name] = Role(name=name, model=self.prepare_model(model.requires_grad_(False).eval()))
-        return self.roles[name]
+        return self._add(Role(name=name, model=self.prepare_model(model.requires_grad_(False))))
+
+    def _add(self, role: Role) -> Role:
+        if self.memory is not None:
+            raise ConflictError(f"{role.name} comes too late: setup_inference_engine said who shares the device")
+        self.roles[role.name] = role
+        return role
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of the actor's checkpoint."""
+        return tokenizer(self.args)
 
     @property
     def scoring(self) -> Scoring:
@@ -117,61 +149,38 @@ class Strategy(ABC):
         """The roles that have an optimizer, the actor first."""
         return [role for role in self.roles.values() if role.optimizer is not None]
 
-    # Numbers over ranks.
-
-    @property
-    def is_rank_0(self) -> bool:
-        """Whether this is the rank that writes and prints."""
-        return self.rank == 0
-
-    def print(self, *words: object) -> None:
-        """Print on rank 0."""
-        if self.is_rank_0:
-            print(*words, flush=True)
-
-    def all_reduce(
-        self, numbers: Mapping[str, float] | torch.Tensor, op: Literal["mean", "sum", "max"] = "mean"
-    ) -> Any:
-        """*Collective.* A tensor, or numbers by name, over all ranks: the same type as was given."""
-        if isinstance(numbers, Mapping):
-            reduced = self.all_reduce(
-                torch.tensor([numbers[name] for name in sorted(numbers)], dtype=torch.float64), op
-            )
-            return dict(zip(sorted(numbers), reduced.tolist(), strict=True))
-        result = numbers.detach().clone().to(self.device)
-        dist.all_reduce(result, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM)
-        return result / self.world_size if op == "mean" else result
-
-    def all_gather(self, item: T) -> list[T]:
-        """*Collective.* What each rank passed, in their order."""
-        items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item)
-        return items
-
-    def evened(self, batches: Sequence[T], filler: T) -> list[T]:
-        """*Collective.* `batches`, and as many fillers after them as the rank with the most has more.
-
-        A forward of a sharded model is collective: all ranks make the same number of them.
-        """
-        rounds = int(self.all_reduce(torch.tensor(len(batches)), "max"))
-        return [*batches, *[filler] * (rounds - len(batches))]
-
-    def setup_dataloader(self, dataset: "Dataset[T]", batch_size: int, *, shuffle: bool) -> "DataLoader[T]":
-        """Each rank's part of `dataset`, in lists of `batch_size`. What fills no batch on every rank is left out."""
-        sampler: DistributedSampler[T] = DistributedSampler(
-            dataset, self.world_size, self.rank, shuffle=shuffle, seed=self.args.seed, drop_last=True
-        )
-        return DataLoader(dataset, batch_size, sampler=sampler, drop_last=True, collate_fn=list)
-
     # The engine, and who is on the device.
 
-    def setup_inference_engine(self, args: Arguments, actor: Role, checkpoint: Path) -> InferenceEngine:
-        """*Collective.* Start the engine on `checkpoint`, sync it with the actor, and let it sleep.
+    def setup_inference_engine(
+        self,
+        args: Arguments,
+        engine_type: Literal["vllm", "sglang", "hf"] = "vllm",
+        actor: Any = None,
+        checkpoint: Path | None = None,
+    ) -> InferenceEngine:
+        """*Collective.* Start the engine, sync it with the actor, and let it sleep.
 
         All roles are there by now: from here on one `wsync.MemoryManager` says what is on the device. The sync comes
         before it moves anything: once the engine has slept at level 2, nothing is left to verify the load plan with.
+
+        Args:
+            args: those of this strategy.
+            engine_type: of the engine, whatever `args` say.
+            actor: its model; None: the engine has the weights of the checkpoint until `update_engine_weights`.
+            checkpoint: folder that the engine starts from; default: `--pretrain`.
+
+        Raises `ConflictError` if it has nothing to start from, or could not wake without an actor.
         """
-        self.inference_engine = start_engine(args, checkpoint, self.device, self._engine_group)
+        if checkpoint is None and not args.pretrain:
+            raise ConflictError("an engine starts from a checkpoint: pass one, or --pretrain")
+        if actor is None and self.wakes_by_sync:
+            raise ConflictError(
+                "--engine_sleep_level 2 drops the engine's weights, and waking is a sync: pass the actor"
+            )
+        self._actor = actor
+        self.inference_engine = start_engine(
+            replace(args, engine_type=engine_type), checkpoint or Path(args.pretrain), self.device, self._engine_group
+        )
         moved = [] if args.fsdp_cpu_offload else self.trained  # else FSDP2 moves them
         models = {role.name: role.model for role in moved}
         optimizers = {f"{role.name} optimizer": role.optimizer for role in moved}
@@ -185,22 +194,23 @@ class Strategy(ABC):
             timeout_s=args.timeout_s,  # one engine's answers may take that much longer than another's
             device=None if self.device.type == "cpu" else CudaDevice(self.device),
         )
-        wsync.sync(actor.model, self.inference_engine.handle)
+        if actor is not None:
+            wsync.sync(actor, self.inference_engine.handle, config=args.sync_config)
         self.maybe_sleep_inference_engine()
         return self.inference_engine
 
-    def update_engine_weights(self, actor: Role) -> wsync.SyncReport | None:
+    def update_engine_weights(self, actor: Any) -> wsync.SyncReport | None:
         """*Collective.* Bring the engine to the actor's weights, and leave it awake. None, and a line, without one."""
         if self.inference_engine is None:
             self.print("there is no inference engine to update")
             return None
-        return wsync.sync(actor.model, self.inference_engine.handle, memory=self.memory)
+        return wsync.sync(actor, self.inference_engine.handle, config=self.args.sync_config, memory=self.memory)
 
     @property
     def inference_engine_status(self) -> EngineStatus:
         """Asleep unless weights and KV cache are there."""
-        awake = self.memory is not None and self.memory.phase == "rollout"
-        return EngineStatus.WAKEUP if awake or self.args.disable_engine_sleep else EngineStatus.SLEEPED
+        awake = self.memory is not None and (self.memory.phase == "rollout" or self.args.disable_engine_sleep)
+        return EngineStatus.WAKEUP if awake else EngineStatus.SLEEPED
 
     @property
     def wakes_by_sync(self) -> bool:
@@ -213,7 +223,7 @@ class Strategy(ABC):
         With `--engine_sleep_level 2` it has none, and gets the actor's present ones.
         """
         if self.wakes_by_sync and self.inference_engine_status is EngineStatus.SLEEPED:
-            self.update_engine_weights(self.roles["actor"])
+            self.update_engine_weights(self._actor)
         else:
             self.enter("rollout")
 
@@ -221,12 +231,22 @@ class Strategy(ABC):
         """*Collective.* Make room for scoring: the engine sleeps, unless that is disabled."""
         self.enter("score")
 
-    def maybe_load_optimizer(self) -> None:
-        """*Collective.* Make room for training: with `--adam_offload` optimizer states come back."""
+    def maybe_load_optimizer(self, optimizer: Any, device: torch.device | None = None) -> None:
+        """*Collective.* Make room for training: with `--adam_offload` an optimizer's states come back.
+
+        So do those of all others, since one phase of memory has them all. Does nothing if they are there.
+
+        Raises `ConflictError` for an optimizer that was not prepared here, and for another device than that of the
+        weights, which is the default.
+        """
+        role = role_of(self.roles, optimizer)
+        if device is not None and torch.device(device) != self.device:
+            raise ConflictError(f"{role.name}'s optimizer steps weights on {self.device}, not on {device}")
         self.enter("train")
 
-    def maybe_offload_optimizer(self) -> None:
-        """*Collective.* With `--adam_offload` optimizer states leave. Does nothing if they are away."""
+    def maybe_offload_optimizer(self, optimizer: Any) -> None:
+        """*Collective.* The other way round, for all of them. Does nothing if they are away."""
+        role_of(self.roles, optimizer)
         self.enter("score")
 
     def enter(self, phase: Phase) -> None:
@@ -248,13 +268,24 @@ class Strategy(ABC):
         with self.memory.using(role.name):
             yield
 
-    def reload_model(self, role: Role) -> None:
-        """*Collective.* As `loaded`, until `offload_model`. Raises `MemoryStateError` while another one is there."""
-        self._guests.enter_context(self.loaded(role))
+    def reload_model(self, models: Any) -> None:
+        """*Collective.* As `loaded`, until `offload_model`, for a model or a list of them. What is there stays there.
 
-    def offload_model(self) -> None:
-        """*Collective.* Let what `reload_model` brought go."""
-        self._guests.close()
+        Raises `MemoryStateError` for a second one that is not: peaks are those of one.
+        """
+        for model in models if isinstance(models, list | tuple) else [models]:
+            role = role_of(self.roles, model)
+            if self.memory is None or role.name not in self.memory.present:
+                guest = ExitStack()
+                guest.enter_context(self.loaded(role))
+                self._guests[role.name] = guest
+
+    def offload_model(self, models: Any) -> None:
+        """*Collective.* Let go what `reload_model` brought of these. What trains comes and goes with phases."""
+        for model in models if isinstance(models, list | tuple) else [models]:
+            guest = self._guests.pop(role_of(self.roles, model).name, None)
+            if guest is not None:
+                guest.close()
 
     def report_memory(self, prefix: str) -> str:
         """One line about what is on the device."""
@@ -263,23 +294,34 @@ class Strategy(ABC):
     def gather_and_generate(
         self,
         sampling_params: SamplingParams,
-        all_prompt_token_ids: Sequence[Sequence[int]],
+        all_prompt_token_ids: Sequence[Sequence[int]] | None = None,
+        all_prompts: Sequence[str] | None = None,
+        *,
         sleep_engine: bool = True,
     ) -> list[Completion]:
         """*Collective.* An answer to each prompt of this rank, in their order; ranks may have different numbers.
 
-        Wakes the engine if it sleeps, and lets it sleep afterwards if `sleep_engine`.
+        Wakes the engine if it sleeps.
+
+        Args:
+            sampling_params: how.
+            all_prompt_token_ids: the prompts,
+            all_prompts: or their texts, of which the last `--prompt_max_len` tokens are taken.
+            sleep_engine: whether the engine sleeps afterwards.
+
+        Raises `ConflictError` without an engine, and unless prompts are given in one of both ways.
         """
         if self.inference_engine is None:
             raise ConflictError("setup_inference_engine comes before gather_and_generate")
+        if (all_prompt_token_ids is None) == (all_prompts is None):
+            raise ConflictError("gather_and_generate takes all_prompt_token_ids or all_prompts: pass one of them")
+        longest = self.args.prompt_max_len
+        mine_ids = all_prompt_token_ids or [encode(self.tokenizer, text, longest) for text in all_prompts or ()]
         self.wakeup_inference_engine()
-        asked = [(prompt, sampling_params.seed + index) for index, prompt in enumerate(all_prompt_token_ids)]
+        asked = [(prompt, sampling_params.seed + index) for index, prompt in enumerate(mine_ids)]
         everybody, mine = self._engine_group.gather(asked)
         prompts, seeds = [prompt for prompt, _ in everybody], [seed for _, seed in everybody]
         answers = self.inference_engine.generate(prompts, seeds, sampling_params)[mine] if everybody else []
         if sleep_engine:
             self.maybe_sleep_inference_engine()
         return answers
-
-
-_CPU = torch.device("cpu")

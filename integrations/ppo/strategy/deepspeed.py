@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from integrations.ppo.arguments import Arguments
+from integrations.ppo.errors import ConflictError
 from integrations.ppo.strategy.base import Strategy
 from integrations.ppo.strategy.optimizers import adamw, scheduler
 from integrations.ppo.strategy.roles import Role
@@ -21,8 +22,12 @@ class DeepspeedStrategy(Strategy):
         self._deepspeed: Any = import_module("deepspeed")
         if self.device.type == "cpu":  # else a C++ extension is compiled, which gloo does not need
             self._deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self._accumulated: dict[str, int] = {}
-        self._micro_batches = args.train_batch_size // (args.micro_train_batch_size * self.dp_size)
+
+    def prepare_model(self, model: Any, is_training: bool = False, shard_size: int = -1) -> Any:
+        """See `Strategy`. Raises `ConflictError` for what trains: DeepSpeed shards it together with its optimizer."""
+        if is_training:
+            raise ConflictError("DeepSpeed shards a model that trains together with its optimizer: call prepare")
+        return super().prepare_model(model, is_training, shard_size)
 
     def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
         """See `Strategy`."""
@@ -34,27 +39,17 @@ class DeepspeedStrategy(Strategy):
             config=self._config(),
             dist_init_required=False,
         )
-        self.roles[name] = Role(name=name, model=engine, optimizer=engine, scheduler=engine.lr_scheduler)
-        self._accumulated[name] = 0
-        return self.roles[name]
+        return self._add(Role(name=name, model=engine, optimizer=engine, scheduler=engine.lr_scheduler))
 
-    def backward(self, loss: torch.Tensor, role: Role) -> None:
-        """See `Strategy`. DeepSpeed counts micro-batches by calls of `step`, of which the last one is a step."""
-        if self._accumulated[role.name]:
-            role.model.step()
-        role.model.backward(loss, scale_wrt_gas=False)
-        self._accumulated[role.name] += 1
+    def backward(self, loss: torch.Tensor, model: Any, optimizer: Any) -> None:
+        """See `Strategy`."""
+        model.backward(loss, scale_wrt_gas=False)
 
-    def optimizer_step(self, role: Role) -> float:
-        """See `Strategy`. Raises `RuntimeError` unless all micro-batches of a step came before."""
-        if self._accumulated[role.name] != self._micro_batches:
-            raise RuntimeError(
-                f"{role.name} has gradients of {self._accumulated[role.name]} micro-batches; "
-                f"a step has {self._micro_batches}"
-            )
-        role.model.step()
-        self._accumulated[role.name] = 0
-        return float(role.model.get_global_grad_norm())
+    def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model") -> float | None:
+        """See `Strategy`. DeepSpeed itself counts micro-batches and steps the scheduler."""
+        last = model.is_gradient_accumulation_boundary()
+        model.step()
+        return float(model.get_global_grad_norm()) if last else None
 
     def save_ckpt(self, folder: Path) -> None:
         """See `Strategy`."""
@@ -69,7 +64,7 @@ class DeepspeedStrategy(Strategy):
     def _config(self) -> dict[str, Any]:
         return {
             "train_micro_batch_size_per_gpu": self.args.micro_train_batch_size,  # DeepSpeed knows nothing of --sp_size
-            "gradient_accumulation_steps": self._micro_batches,
+            "gradient_accumulation_steps": self.micro_batches,
             "gradient_clipping": self.args.max_norm,
             "zero_optimization": {"stage": self.args.zero_stage},
             "zero_allow_untested_optimizer": True,

@@ -1,5 +1,6 @@
 """Models sharded by `fully_shard`, optimizers of PyTorch, checkpoints of torch.distributed.checkpoint."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +11,43 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
+from integrations.ppo.arguments import Arguments
 from integrations.ppo.strategy.base import Strategy
 from integrations.ppo.strategy.master_weights import to_bfloat16
 from integrations.ppo.strategy.optimizers import adamw, scheduler
 from integrations.ppo.strategy.roles import Role
-from integrations.ppo.strategy.sharding import shard
 
 
 class FSDPV2Strategy(Strategy):
     """See `Strategy`."""
 
+    def __init__(self, args: Arguments) -> None:
+        """See `Strategy`."""
+        super().__init__(args)
+        self._accumulated: Counter[str] = Counter()
+
     def prepare(self, name: str, model: Any, learning_rate: float) -> Role:
         """See `Strategy`."""
         if self.args.use_mp_opt:
             to_bfloat16(model)
-        sharded = shard(model.train(), self.device, bf16=self.args.bf16, cpu_offload=self.args.fsdp_cpu_offload)
+        sharded = self.prepare_model(model, is_training=True)
         optimizer = adamw(self.args, sharded, learning_rate)
-        role = Role(name=name, model=sharded, optimizer=optimizer, scheduler=scheduler(self.args, optimizer))
-        self.roles[name] = role
-        return role
+        return self._add(Role(name=name, model=sharded, optimizer=optimizer, scheduler=scheduler(self.args, optimizer)))
 
-    def backward(self, loss: torch.Tensor, role: Role) -> None:
+    def backward(self, loss: torch.Tensor, model: Any, optimizer: Any) -> None:
         """See `Strategy`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def optimizer_step(self, role: Role) -> float:
+    def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model") -> float | None:
         """See `Strategy`."""
-        norm = nn.utils.clip_grad_norm_(role.model.parameters(), self.args.max_norm)
-        role.optimizer.step()
-        role.scheduler.step()
-        role.optimizer.zero_grad()
+        self._accumulated[name] += 1
+        if self._accumulated[name] < self.micro_batches:
+            return None
+        self._accumulated[name] = 0
+        norm = nn.utils.clip_grad_norm_(model.parameters(), self.args.max_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def save_ckpt(self, folder: Path) -> None:

@@ -7,6 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from integrations.ppo.errors import ConflictError
+
 
 def shard(
     model: Any, device: torch.device, *, bf16: bool, mesh: DeviceMesh | None = None, cpu_offload: bool = False
@@ -33,9 +35,14 @@ def shard(
 
 
 def copies(world_size: int, size: int, device: torch.device) -> DeviceMesh | None:
-    """*Collective.* A copy of a model in each `size` neighbours: ranks as `[copies, size]`; None for one copy."""
+    """*Collective.* A copy of a model in each `size` neighbours: ranks as `[copies, size]`; None for one copy.
+
+    Raises `ConflictError` if `size` is neither 0 nor a divisor of `world_size`.
+    """
     if size in (0, world_size):
         return None
+    if size < 0 or world_size % size:
+        raise ConflictError(f"a copy of a model in each {size} ranks: no divisor of {world_size} ranks")
     return init_device_mesh(device.type, (world_size // size, size), mesh_dim_names=("copies", "shards"))
 
 

@@ -31,7 +31,7 @@ class Trainer(Hooks, ABC):
 
     Attributes:
         step: number of the iteration that runs, from 1; 0 before the first.
-        report: of the last sync.
+        report: of this iteration's sync, if it had one.
         average: of the actor's weights, with `--ema_decay`.
     """
 
@@ -58,7 +58,7 @@ class Trainer(Hooks, ABC):
         self._seconds: dict[str, float] = {}
         if self._checkpoints.load(self):
             if not strategy.wakes_by_sync:
-                strategy.update_engine_weights(strategy.roles["actor"])
+                strategy.update_engine_weights(strategy.roles["actor"].model)
             strategy.maybe_sleep_inference_engine()
         self.on_init_end()
 
@@ -91,7 +91,7 @@ class Trainer(Hooks, ABC):
         self.on_train_end()
 
     def _iteration(self) -> dict[str, float]:
-        self._seconds = {}
+        self._seconds, self.report = {}, None
         began = time.monotonic()
         self.on_step_begin()
         self.on_sample_begin()
@@ -139,7 +139,8 @@ class Trainer(Hooks, ABC):
 
     def _train(self) -> dict[str, float]:
         """All epochs over the buffer. Returns means over steps and sums over ranks."""
-        self.strategy.maybe_load_optimizer()
+        for role in self.strategy.trained:
+            self.strategy.maybe_load_optimizer(role.optimizer)
         steps: list[dict[str, float]] = []
         rows = self.args.train_batch_size // self.strategy.dp_size
         for epoch in range(self.args.max_epochs):
@@ -149,7 +150,8 @@ class Trainer(Hooks, ABC):
                 if self.average is not None:
                     self.average.update()
         self.buffer.clear()
-        self.strategy.maybe_offload_optimizer()
+        for role in self.strategy.trained:
+            self.strategy.maybe_offload_optimizer(role.optimizer)
         means = {name: sum(one[name] for one in steps) / len(steps) for name in steps[0]}
         reduced: dict[str, float] = self.strategy.all_reduce(means)
         return reduced

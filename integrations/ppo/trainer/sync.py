@@ -10,7 +10,7 @@ class SyncTrainer(Trainer):
 
     def on_step_end(self) -> None:
         """Bring the engine to the actor's new weights."""
-        self.report = self.strategy.update_engine_weights(self.strategy.roles["actor"])
+        self.report = self.strategy.update_engine_weights(self.strategy.roles["actor"].model)
 
     def on_sample_end(self) -> None:
         """Make room for scoring and training."""
