@@ -9,10 +9,11 @@ It finds accidents, not forgeries. Words have 8 bytes where every part begins an
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from wsync.errors import DigestError, first_five
 from wsync.plan import TensorSpec, as_bytes
 from wsync.regions import Region
 
@@ -64,6 +65,17 @@ def digest_part(data: torch.Tensor, region: Region, *, word_bytes: int) -> int:
     if data.numel() != region.numel:
         raise ValueError(f"{data.numel()} elements of data for {region}, which has {region.numel}")
     return _digest(as_bytes(data), region, data.itemsize, word_bytes)
+
+
+def check_digests(engine: str, expected: Mapping[str, int], workers: Sequence[Mapping[str, int]]) -> None:
+    """Raises `DigestError` unless each worker of `engine` has found what is expected."""
+    for rank, found in enumerate(workers):
+        wrong = [name for name, value in expected.items() if found.get(name) != value]
+        if wrong:
+            raise DigestError(
+                f"{engine}, worker {rank}: the bytes that arrived are not the bytes that were sent in "
+                f"{len(wrong)} tensor(s): {first_five(wrong)}"
+            )
 
 
 def _byte_rows(region: Region, itemsize: int) -> tuple[int, list[tuple[int, int]], int]:

@@ -6,11 +6,13 @@
     all ranks    per bucket: acquire slot, stage | go/stop | fill, commit
     owners       drain, join the workers, compare digests
     all ranks    loaded everywhere?
-    owners       publish, resume
+    owners       publish
+    all ranks    where workers pulled: is everybody still here?
+    owners       resume
 
 An error at any point is heard by every rank before its next step. An engine that was not touched serves its old
-version again, one that had already published serves the new one, the others are torn. The next sync connects slots and
-sockets afresh.
+version again, one that had already published and did not pull serves the new one, the others are torn. The next sync
+connects slots and sockets afresh.
 """
 
 import secrets
@@ -25,7 +27,8 @@ import torch
 
 from wsync.config import SyncConfig
 from wsync.deadline import Deadline
-from wsync.errors import ClosedError, ConfigError, DigestError, WsyncError, first_five
+from wsync.digest import check_digests
+from wsync.errors import ClosedError, ConfigError, WsyncError
 from wsync.explain import explain
 from wsync.group import Group
 from wsync.handshake import Agreement, connect_ranks
@@ -60,6 +63,7 @@ class Session:
         self._attached = False
         self._closed = False
         self._pulled_nbytes = 0
+        self._doubtful = False  # a rank may have left, and changed its weights, before all of them were read
         self._busy = threading.Lock()
         self._agreement: Agreement = connect_ranks(producer, engines, transports, group, config)
         self._sent = self._agreement.plan.sent
@@ -250,7 +254,11 @@ class Session:
             with watch.stage("digest"):
                 self._compare_digests([[worker.digests for worker in workers] for workers in results])
         with watch.stage("finish"):
+            self._doubtful = self._ranks is not None and group.world_size > 1
             group.local("finish", lambda: self._publish(version, attempt), self._patience())
+            if self._doubtful:
+                group.round("leave", None, self._patience())
+                self._doubtful = False
             for engine in self.engines:
                 engine.resume()
         self._pulled_nbytes = sum(worker.pulled_nbytes for worker in chain.from_iterable(results))
@@ -339,17 +347,11 @@ class Session:
         shares = self._group.gather("digest", lambda: list(self._producer.digests(names)), self._patience())
         columns = zip(*cast("Sequence[Sequence[int]]", shares), strict=True)
         expected = {name: sum(column) % 2**64 for name, column in zip(names, columns, strict=True)}
-        self._group.local("compare digests", lambda: self._check_digests(expected, results), self._patience())
+        self._group.local("compare digests", lambda: self._check(expected, results), self._patience())
 
-    def _check_digests(self, expected: Mapping[str, int], results: Sequence[Sequence[Mapping[str, int]]]) -> None:
+    def _check(self, expected: Mapping[str, int], results: Sequence[Sequence[Mapping[str, int]]]) -> None:
         for engine, workers in zip(self.engines, results, strict=True):
-            for rank, digests in enumerate(workers):
-                wrong = [name for name, value in expected.items() if digests.get(name) != value]
-                if wrong:
-                    raise DigestError(
-                        f"{engine.name}, worker {rank}: the bytes that arrived are not the bytes that were sent in "
-                        f"{len(wrong)} tensor(s): {first_five(wrong)}"
-                    )
+            check_digests(engine.name, expected, workers)
 
     def _publish(self, version: int, attempt: str) -> None:
         deadline = self._deadline()
@@ -363,9 +365,10 @@ class Session:
         self._group.reset()  # first: what waits on a device for a dead rank would keep the wires
         self._detach()
         reason, deadline = f"{type(error).__name__}: {error}", self._deadline()
+        doubtful, self._doubtful = self._doubtful, False
         for engine in self.engines:
             # The halves of one replica must not end in different states: they would wait for each other for ever.
-            engine.abort(attempt, reason, deadline, tear=engine.replica in self._agreement.spread)
+            engine.abort(attempt, reason, deadline, tear=doubtful or engine.replica in self._agreement.spread)
         for engine, address in attached:
             with suppress(ReferenceError):
                 engine.close(address)  # nothing of the trainer's stays mapped
