@@ -11,7 +11,6 @@ from wsync.adapters.trainers.lora import combined
 from wsync.adapters.trainers.lora_layers import Term, Tuned, examine, is_tuned
 from wsync.adapters.trainers.lora_switches import SwitchedProducer
 from wsync.adapters.trainers.names import Held, Source, as_held
-from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.errors import UnsupportedError, first_five
 from wsync.plan import TensorSpec
 

@@ -1,4 +1,4 @@
-"""What PEFT's layers have as attributes, which no glance at tensors shows: adapters that are active, disabled, merged."""
+"""What PEFT's layers have as attributes, and no glance at tensors shows: adapters active, disabled, merged."""
 
 import sys
 import weakref
