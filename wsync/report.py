@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -90,6 +90,12 @@ class Stopwatch:
             yield
         finally:
             self.stages[name] = self.stages.get(name, 0.0) + time.perf_counter() - start
+
+    def add_slowest(self, workers: Iterable[Mapping[str, float]]) -> None:
+        """Of each stage of `workers`, seconds by name, the longest, as "worker NAME"."""
+        for seconds in workers:
+            for name, value in seconds.items():
+                self.stages[f"worker {name}"] = max(value, self.stages.get(f"worker {name}", 0.0))
 
     @property
     def seconds(self) -> float:

@@ -19,7 +19,6 @@ import secrets
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from types import TracebackType
 from typing import Any, cast
 
@@ -258,16 +257,13 @@ class Session:
             group.local("finish", lambda: self._publish(version, attempt), self._patience())
             if self._doubtful:
                 group.round("leave", None, self._patience())
-                self._doubtful = False
+            self._doubtful = False
             for engine in self.engines:
                 engine.resume()
-        self._pulled_nbytes = sum(worker.pulled_nbytes for worker in chain.from_iterable(results))
+        self._pulled_nbytes = sum(worker.pulled_nbytes for workers in results for worker in workers)
         if self._ranks is not None and self.engines:
-            pulling = cast("Sequence[PullingEngine]", self.engines)
-            watch.stages["worker read"] = max(engine.read_seconds for engine in pulling)
-        for worker in chain.from_iterable(results):
-            for name, seconds in worker.seconds.items():
-                watch.stages[f"worker {name}"] = max(seconds, watch.stages.get(f"worker {name}", 0.0))
+            watch.add_slowest({"read": engine.read_seconds} for engine in cast("Sequence[PullingEngine]", self.engines))
+        watch.add_slowest(worker.seconds for workers in results for worker in workers)
         return self._paused.seconds if self.engines else 0.0
 
     def _pause_engines(self) -> None:
