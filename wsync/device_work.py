@@ -1,5 +1,6 @@
 """What a thread has queued on CUDA devices, as events that others wait for."""
 
+import logging
 import select
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -8,6 +9,12 @@ from typing import Any
 import torch
 
 from wsync.deadline import Deadline
+from wsync.errors import SyncTimeout
+
+_log = logging.getLogger(__name__)
+
+_PATIENCE_S = 10.0
+"""For a device to do what was queued on it, where nobody gives a deadline."""
 
 Events = Sequence[tuple[torch.device, Any]]
 """One `torch.cuda.Event` a CUDA device: all that one thread had queued on its current stream there."""
@@ -42,6 +49,38 @@ def wait_for(
             look()
             deadline.remaining(waiting_for or f"{device} to do what was queued")
             select.select((), (), (), 0)  # other threads may run; time.sleep(0) would take 50 us
+
+
+class Readers:
+    """The streams on which something reads memory of other processes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: set[Any] = set()
+
+    def add_current(self) -> None:
+        """The current stream is one from here on."""
+        self._streams.add(torch.cuda.current_stream(self._device))
+
+    def release(self, memory: object) -> bool:
+        """Whether all is done that was queued on them, so that `memory` can be unmapped. Waits a while for it.
+
+        If not, `memory` is kept for as long as this process lives: a stream may wait for a process that is dead or
+        stopped, and to unmap what it is about to read would end all work of the device. Never raises.
+        """
+        try:
+            events = [(self._device, stream.record_event()) for stream in self._streams]
+            wait_for(events, Deadline.after(_PATIENCE_S))
+        except (SyncTimeout, RuntimeError) as error:
+            _log.warning(
+                "memory of another process stays mapped, since %s may still read it: %s", self._device, str(error)
+            )
+            _kept.append(memory)
+            return False
+        return True
+
+
+_kept: list[object] = []
 
 
 class DeviceTimer:

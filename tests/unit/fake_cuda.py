@@ -7,6 +7,7 @@ do arrive.
 import ctypes
 import sys
 from collections import Counter
+from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace, TracebackType
 from typing import Any
@@ -47,6 +48,7 @@ class Runtime(ModuleType):
         opened_on: indexes of the devices that handles were opened on.
         visible: UUIDs in the order of this process.
         peers: whether the devices can read each other.
+        is_done: whether a device has done what was queued on it.
     """
 
     cudaIpcMemHandle_t = Handle
@@ -57,6 +59,7 @@ class Runtime(ModuleType):
         self.refused: dict[str, Code] = {}
         self.free, self.cached, self.total = GIB, 0, 2 * GIB
         self.opens_events = 1000
+        self.is_done: Callable[[], bool] = lambda: True
         self.allocated: dict[int, int] = {}
         self.mapped: dict[int, int] = {}
         self.opened_on: list[int] = []
@@ -147,12 +150,32 @@ class Device:
         self._runtime.current = self._before
 
 
+class Stream:
+    """The one stream that there is."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def wait_event(self, event: object) -> None:
+        """What waits on it is never asked."""
+
+    def record_event(self) -> Any:
+        """Happens as the runtime says."""
+        return SimpleNamespace(query=self._runtime.is_done)
+
+
 def events_of(runtime: Runtime) -> type[Any]:
     """`torch.cuda.Event`, which raises where the runtime gives codes."""
 
     class Event:
-        def __init__(self, interprocess: bool) -> None:
-            assert interprocess
+        def __init__(self, interprocess: bool = False, enable_timing: bool = False) -> None:
+            assert interprocess is not enable_timing
 
         def record(self, stream: object = None) -> None:
             pass
@@ -191,8 +214,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Runtime:
         "empty_cache": empty_cache,
         "device_count": lambda: len(runtime.visible),
         "get_device_properties": lambda device: SimpleNamespace(uuid=runtime.visible[_index(device)]),
-        "current_stream": lambda device: SimpleNamespace(wait_event=lambda event: None),
-        "synchronize": lambda device: None,
+        "current_stream": lambda device: Stream(runtime),
         "current_device": lambda: runtime.current,
         "can_device_access_peer": lambda device, holder: runtime.peers,
         "Event": events_of(runtime),

@@ -11,6 +11,7 @@ import torch
 from tests.unit.fake_cuda import GIB, UUIDS, Code, Runtime, host_view, install
 from tests.unit.toy_loader import ToyLoader, checkpoint, specs_of
 from tests.unit.worker_rig import Failed, Rig
+from wsync import device_work
 from wsync.deadline import Deadline
 from wsync.device import device_of
 from wsync.errors import PeerError, TransportError
@@ -254,6 +255,41 @@ def test_tensors_are_read_where_the_trainer_has_them_and_mapped_once(cuda: Runti
     assert cuda.opened_on == [0, 0], "another allocation is mapped anew"
     receiver.close()
     sender.close()
+    gc.collect()
+    assert cuda.mapped == {}
+
+
+@pytest.mark.parametrize("num_slots", [0, 2])
+def test_what_a_device_may_still_read_stays_mapped(
+    cuda: Runtime, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, num_slots: int
+) -> None:
+    """It waits for a sender that is dead or stopped, say. To unmap it would end all that the device does."""
+    kept: list[object] = []
+    monkeypatch.setattr(device_work, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(device_work, "_kept", kept)
+    plan = Plan.pack([TensorSpec(name="w", shape=(64,), dtype=torch.float32)], SLOT_BYTES)
+    slot_bytes = SLOT_BYTES if num_slots else 0
+    sender = CudaIpcTransport().sender(
+        slot_bytes=slot_bytes, num_slots=num_slots, receivers=1, generation=1, device=DEVICE
+    )
+    connect = connecting(pool, sender)
+    sender.accept(Deadline.after(TIMEOUT_S))
+    receiver = connect.result(TIMEOUT_S)
+    if num_slots:
+        sender.acquire(Deadline.after(TIMEOUT_S))
+        sender.commit(plan.buckets[0])
+    else:
+        plan = replace(plan, in_place=True)
+        sender.hand_over(plan.buckets[0], [module_in(cuda, 4096)[:256].view(torch.float32)])
+    buckets = receiver.buckets(plan, Deadline.after(TIMEOUT_S))
+    next(buckets)  # the sender leaves before this is released, and what is queued on the device never ends
+    cuda.is_done = lambda: False
+    sender.close()
+    receiver.close()
+    del connect, receiver, buckets
+    gc.collect()
+    assert len(cuda.mapped) == 1
+    kept.clear()
     gc.collect()
     assert cuda.mapped == {}
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.unit.fake_cuda import UUIDS, Code, Runtime, host_view, install
+from wsync import device_work
 from wsync.deadline import Deadline
 from wsync.errors import ProtocolError, TransportError
 from wsync.plan import Plan, TensorSpec
@@ -92,6 +93,22 @@ def test_memories_are_mapped_on_the_device_that_reads(cuda: Runtime) -> None:
     assert torch.equal(found, values[8:24])
     del found
     memories.close()
+    gc.collect()
+    assert cuda.mapped == {}
+
+
+def test_what_a_device_may_still_read_stays_mapped(cuda: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[object] = []
+    monkeypatch.setattr(device_work, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(device_work, "_kept", kept)
+    export = Exporter(0, DEVICE).export(shares_of(memory(cuda)))
+    memories = DeviceMemories([replace(export, endpoint=other(local_endpoint(DEVICE)))], local_endpoint(DEVICE), {0})
+    memories.reads([]).run([])
+    cuda.is_done = lambda: False
+    memories.close()
+    gc.collect()
+    assert len(cuda.mapped) == 1
+    kept.clear()
     gc.collect()
     assert cuda.mapped == {}
 

@@ -9,7 +9,7 @@ import torch
 
 from wsync.copies import Copies
 from wsync.device import device_of
-from wsync.device_work import DeviceTimer
+from wsync.device_work import DeviceTimer, Readers
 from wsync.errors import TransportError
 from wsync.pull.exports import Export, Probe
 from wsync.regions import Region
@@ -28,6 +28,7 @@ class DeviceMemories:
         Raises `TransportError` if the driver refuses to map one.
         """
         self._device = device_of(reader.device)
+        self._readers = Readers(self._device)
         firsts = accumulate((len(one.addresses) for one in exports), initial=0)
         self._tensors = [
             memory
@@ -37,11 +38,11 @@ class DeviceMemories:
 
     def reads(self, pairs: Sequence[Pair]) -> "DeviceReads":
         """See `Memories`."""
-        return DeviceReads(pairs, self._tensors, self._device)
+        return DeviceReads(pairs, self._tensors, self._device, self._readers)
 
     def close(self) -> None:
         """See `Memories`. What is queued is waited for: it may still read."""
-        torch.cuda.synchronize(self._device)
+        self._readers.release(list(self._tensors))
         self._tensors.clear()
 
 
@@ -51,10 +52,12 @@ class DeviceReads:
     What lies on other devices comes on a stream of its own, beside what lies on this one.
     """
 
-    def __init__(self, pairs: Sequence[Pair], sources: list[torch.Tensor], device: torch.device) -> None:
-        """`pairs`: from places in `sources` to places in targets on `device`."""
+    def __init__(
+        self, pairs: Sequence[Pair], sources: list[torch.Tensor], device: torch.device, readers: Readers
+    ) -> None:
+        """`pairs`: from places in `sources` to places in targets on `device`; `readers` hears on which streams."""
         self.nbytes = sum(source.region.numel * source.dtype.itemsize for source, _ in pairs)
-        self._sources, self._device = sources, device
+        self._sources, self._device, self._readers = sources, device, readers
         far = [pair for pair in pairs if sources[pair[0].memory].device != device]
         near = [pair for pair in pairs if sources[pair[0].memory].device == device]
         self._near = Copies(near, device=device)
@@ -65,6 +68,7 @@ class DeviceReads:
     def run(self, targets: Sequence[torch.Tensor], key: object | None = None) -> None:
         """Read, before all that is queued on the current stream afterwards."""
         stream, keys = torch.cuda.current_stream(self._device), (self, key)  # sources never move
+        self._readers.add_current()
         self._timer.begin()
         try:
             if self._far is not None:  # first: the device begins no program of a later launch while one of this waits
@@ -90,7 +94,7 @@ def read(probe: Probe, reader: Endpoint) -> bytes:
     memory = _open(segment, probe.endpoint, reader, device)
     found = torch.empty(nbytes, dtype=torch.uint8, device=device)
     whole = Place(memory=0, dtype=torch.uint8, region=Region.span(0, nbytes))
-    DeviceReads([(whole, whole)], [memory], device).run([found])
+    DeviceReads([(whole, whole)], [memory], device, Readers(device)).run([found])
     return found.cpu().numpy().tobytes()
 
 

@@ -14,6 +14,7 @@ import torch
 
 from wsync.deadline import Deadline
 from wsync.device import can_read, device_of, uuid_of
+from wsync.device_work import Readers
 from wsync.errors import PeerError, ProtocolError, TransportError, UnsupportedError
 from wsync.protocols import Ticket
 from wsync.topology import CPU, Topology
@@ -69,19 +70,19 @@ class _Read(SlotMemory):
         self, slots: Sequence[torch.Tensor], device: torch.device, holder: torch.device, filled: Sequence[object]
     ) -> None:
         super().__init__(slots)
-        self._device = device
+        self._device, self._readers = device, Readers(device)
         self._filled = [_opened(holder, handle) for handle in filled]
         self.read = [_event() for _ in filled]
 
     def before_read(self, slot: int) -> None:
+        self._readers.add_current()
         torch.cuda.current_stream(self._device).wait_event(self._filled[slot])
 
     def after_read(self, slot: int) -> None:
         self.read[slot].record(torch.cuda.current_stream(self._device))
 
-    def close(self) -> None:
-        torch.cuda.synchronize(self._device)  # a kernel may still read what is about to be unmapped
-        super().close()
+    def release(self, memory: object) -> bool:
+        return self._readers.release(memory)
 
 
 class _Mapping:

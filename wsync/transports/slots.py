@@ -68,6 +68,10 @@ class SlotMemory:
         """What a receiver says of its view of the slots. Raises `ProtocolError` if that is not what it should be."""
         raise ProtocolError(f"receiver {receiver} has something to say about slots in host memory")
 
+    def release(self, memory: object) -> bool:
+        """Whether nothing reads the slots, or `memory`, any more; if something may, they are kept from now on."""
+        return True
+
     def close(self) -> None:
         """Drop the slots. Tensors that are still referenced stay valid until they are dropped."""
         self.slots = ()
@@ -253,6 +257,8 @@ class SlotReceiver:
         self._link.shutdown()
         with self._using:
             self._link.close()
+            if not self._memory.release((self._memory, self._openings)):
+                return
             self._memory.close()
             if self._openings is not None:
                 self._openings.close()
