@@ -22,17 +22,17 @@ _WHOLE = ("norm.weight", "layernorm.weight", "mlp.gate.weight")
 _MERGED = ("q_proj.weight", "v_proj.weight", "o_proj.weight", "down_proj.weight")
 
 
-def least_bytes(folder: Path, workers: int, adapted: Collection[str] = ()) -> int:
+def least_bytes(folder: Path, workers: int, travel: Collection[str] = ()) -> int:
     """What `workers` of one engine must read of the checkpoint in `folder`: each its own part, once.
 
-    Tensors with `adapted` in their names are merged with adapters by the trainer, and travel.
+    Tensors whose names end with one of `travel` are not read: the trainer merges adapters into them, say.
     """
     total = 0
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - no mapping
                 times = workers if name.endswith(_WHOLE) else 1
-                if not name.endswith(tuple(adapted)):
+                if not name.endswith(tuple(travel)):
                     total += times * _BYTES * prod(tensors.get_slice(name).get_shape())
     return total
 

@@ -28,6 +28,9 @@ PLAIN_EXTENSION = "examples.vllm_plain_weights.PlainWeights"
 OPEN_EXTENSION = "tests.engines.vllm_plain.PlainExtension"
 """As the one before, and tests can look inside."""
 
+EXPERTS_EXTENSION = "tests.engines.vllm_experts.ExpertsExtension"
+COMPUTED_EXTENSION = "tests.engines.vllm_computed_experts.ComputedExtension"
+
 SECRET = "of the engine in a world of its own"
 PATIENCE_S = 120.0
 
@@ -90,6 +93,9 @@ class Kind:
     path: PathMode = "auto"
     senders: int = 1
     """Trainer ranks that send in turn."""
+
+    travel: Sequence[str] = ()
+    """Ends of the names of tensors that are not pulled, as no plain copy expresses what the engine does to them."""
 
     @property
     def engines(self) -> int:
@@ -281,10 +287,10 @@ def _serve(pipe: Connection, folder: Path) -> None:
 
 
 def _vllm_here(folder: Path, *, plain: bool = False, **arguments: Any) -> VLLM:
-    """Its worker in this process. `plain`: linear weights are not packed for oneDNN, as in the GPU build."""
+    """Its worker in this process. `plain`: no weights are packed, as in the GPU build."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if plain:
-        import examples.vllm_plain_weights  # noqa: F401 - importing it is the switch
+        import tests.engines.vllm_experts  # noqa: F401 - importing it is the switch
     return VLLM(folder, **arguments)
 
 
@@ -313,8 +319,8 @@ def _vllm_workers(tp: int, extension: str) -> Callable[[Path], VLLM]:
 
 
 _FEW = ("llama", "qwen3-moe")
-_UNPACKED = ("llama", "qwen2-tied")
-"""Experts are packed by vLLM's CPU build in any case, and what is packed cannot be pulled."""
+_EXPERTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+"""Of the family with experts, in which no other MLP is."""
 
 KINDS: Mapping[str, Kind] = {
     "hf": Kind(start=HereHF),
@@ -336,13 +342,21 @@ KINDS: Mapping[str, Kind] = {
     "hf-worker-pull": Kind(start=WorkerHF, path="pull", families=_FEW),
     "hf-pull-4": Kind(start=HereHF, ranks=4, everywhere=True, path="pull", families=_FEW),
     "vllm-launcher-tp2-pull": Kind(
-        start=_vllm_parts(2), needs="vllm", everywhere=True, tp=2, path="pull", families=_UNPACKED
+        start=_vllm_parts(2), needs="vllm", everywhere=True, tp=2, path="pull", families=_FEW
     ),
     "vllm-workers-tp2-pull": Kind(
-        start=_vllm_workers(2, OPEN_EXTENSION), needs="vllm", tp=2, path="pull", families=_UNPACKED
+        start=_vllm_workers(2, EXPERTS_EXTENSION), needs="vllm", tp=2, path="pull", families=_FEW
     ),
     "vllm-workers-tp2-pull-4": Kind(
-        start=_vllm_workers(2, OPEN_EXTENSION), needs="vllm", tp=2, ranks=4, path="pull", families=_UNPACKED
+        start=_vllm_workers(2, EXPERTS_EXTENSION), needs="vllm", tp=2, ranks=4, path="pull", families=_FEW
+    ),
+    "vllm-workers-tp2-pull-part": Kind(
+        start=_vllm_workers(2, COMPUTED_EXTENSION),
+        needs="vllm",
+        tp=2,
+        path="pull",
+        families=("qwen3-moe",),
+        travel=_EXPERTS,
     ),
     "sglang-tp2-pull": Kind(
         start=lambda folder: SGLang(folder, tp=2), needs="sglang", tp=2, path="pull", families=_FEW

@@ -153,7 +153,7 @@ def main(kind_name: str, family: str, names: list[str], folder: Path) -> None:
         trainer = TRAINERS[name](family, number, folder)
         facts[name] = syncs(trainer, engine, judge, config, bits)
         if kind.path == "pull":
-            least = least_bytes(folder / "launch", kind.tp, adapted(name, family))
+            least = least_bytes(folder / "launch", kind.tp, {*adapted(name, family), *kind.travel})
             facts[name]["least bytes"] = kind.engines * least
         if rank == 0:
             write(folder / "facts.json", facts)
