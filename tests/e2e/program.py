@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import wsync
-from tests.e2e.engines import KINDS, Serving
+from tests.e2e.bits import Bits, adapted, least_bytes
+from tests.e2e.engines import KINDS, Kind, OpenEngine, Serving
 from tests.e2e.families import Answers, answers_of, build, prompts
-from tests.e2e.trainers import TRAINERS, AnyTrainer
+from tests.e2e.trainers import TRAINERS, AnyTrainer, State
 
 Facts = dict[str, Any]
 SYNCS = 3
@@ -76,9 +77,22 @@ def generated(engine: Serving | None) -> list[list[list[int]]]:
     return [tokens for tokens in everybody if tokens is not None]
 
 
-def syncs(trainer: AnyTrainer, engine: Serving | None, judge: Judge, config: wsync.SyncConfig) -> Facts:
+def summed(number: int) -> int:
+    """*Collective.* Over all ranks."""
+    total = torch.tensor(number)
+    dist.all_reduce(total)
+    return int(total)
+
+
+def syncs(
+    trainer: AnyTrainer,
+    engine: Serving | None,
+    judge: Judge,
+    config: wsync.SyncConfig,
+    bits: Callable[[State], Facts] | None,
+) -> Facts:
     """*Collective.* Train and sync `SYNCS` times in a row."""
-    facts: Facts = {"expected": [], "tokens": [], "steps": []}
+    facts: Facts = {"expected": [], "tokens": [], "steps": [], "pulled bytes": [], "bits": []}
     began = time.monotonic()
     with wsync.connect(trainer.actor, engine.handle if engine is not None else None, config=config) as session:
         for _ in range(SYNCS):
@@ -87,9 +101,20 @@ def syncs(trainer: AnyTrainer, engine: Serving | None, judge: Judge, config: wsy
             report = session.sync()
             facts["expected"].append(judge.expected)
             facts["tokens"].append(generated(engine))
+            facts["pulled bytes"].append(summed(report.pulled_nbytes))
+            if bits is not None:
+                facts["bits"].append(bits(trainer.full()))
     facts |= {"transport": report.transport, "through loader": report.through_loader, "tensors": report.tensors}
-    facts["pulled bytes"] = report.pulled_nbytes
     return {**facts, "seconds": round(time.monotonic() - began, 1)}
+
+
+def compared(kind: Kind, engine: Serving | None, family: str, folder: Path) -> Callable[[State], Facts] | None:
+    """*Collective.* For `syncs`, where the workers that pull can be looked into."""
+    if kind.path != "pull" or kind.needs is None:
+        return None
+    assert engine is None or isinstance(engine, OpenEngine)
+    bits = Bits(engine, family, folder / "launch")
+    return lambda state: bits.compare(state, folder / "now")
 
 
 def join() -> int:
@@ -123,9 +148,13 @@ def main(kind_name: str, family: str, names: list[str], folder: Path) -> None:
         bucket_bytes=64 << 10, timeout_s=120.0, transport=kind.transport, path=kind.path, senders=kind.senders
     )
     facts: Facts = {"launch": {"expected": [judge.expected], "tokens": [generated(engine)]}}
+    bits = compared(kind, engine, family, folder)
     for number, name in enumerate(names):
         trainer = TRAINERS[name](family, number, folder)
-        facts[name] = syncs(trainer, engine, judge, config)
+        facts[name] = syncs(trainer, engine, judge, config, bits)
+        if kind.path == "pull":
+            least = least_bytes(folder / "launch", kind.tp, {*adapted(name, family), *kind.travel})
+            facts[name]["least bytes"] = kind.engines * least
         if rank == 0:
             write(folder / "facts.json", facts)
             print(f"done: {name}", flush=True)

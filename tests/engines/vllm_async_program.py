@@ -94,7 +94,7 @@ async def cached_tokens(llm: Any) -> int:
 
 
 async def look(llm: Any) -> list[dict[str, list[object]]]:
-    """Every worker's weights, see `vllm_extension.snapshot`."""
+    """Every worker's weights, see `inside.snapshot`."""
     return [json.loads(reply) for reply in await llm.collective_rpc("wsync_test_snapshot")]
 
 

@@ -1,6 +1,5 @@
 """What the tests add to the worker extension: a look at the live weights, and vLLM's own load to compare with."""
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -8,14 +7,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tests.engines import inside
+from tests.engines.inside import Seen, sha
+from tests.engines.pull_trap import Trap, set_trap
 from wsync.adapters.engines.vllm_worker import WorkerExtension
 
 
-def snapshot(vllm_worker: Any) -> dict[str, list[object]]:
-    """Name -> [digest of the bytes, address] of every parameter and buffer."""
-    model = vllm_worker.get_model()
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    return {name: [_sha(tensor.detach()), tensor.data_ptr()] for name, tensor in tensors}
+def snapshot(vllm_worker: Any, *, buffers: bool = True) -> Seen:
+    """See `inside.snapshot`."""
+    return inside.snapshot(vllm_worker.get_model(), buffers=buffers)
 
 
 def load(vllm_worker: Any, folder: str) -> None:
@@ -26,16 +26,17 @@ def load(vllm_worker: Any, folder: str) -> None:
         vllm_worker.get_model().load_weights(load_file(Path(folder) / "model.safetensors").items())
 
 
-def _sha(tensor: torch.Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
-
-
 class LookingExtension(WorkerExtension):
     """The extension under test, and the looks."""
 
-    def wsync_test_snapshot(self) -> bytes:
+    def wsync_test_snapshot(self, buffers: bool = True) -> bytes:
         """`snapshot` as JSON."""
-        return json.dumps(snapshot(self)).encode()
+        return json.dumps(snapshot(self, buffers=buffers)).encode()
+
+    def wsync_test_trap(self, message: dict[str, Any]) -> None:
+        """`set_trap`."""
+        this: Any = self
+        set_trap(Trap(**message), this.rank)
 
     def wsync_test_load(self, folder: str) -> None:
         """`load`."""
@@ -51,7 +52,7 @@ class AdapterExtension(LookingExtension):
         manager = this.model_runner.lora_manager._adapter_manager
         slot = manager.lora_index_to_id.index(number)
         return {
-            name: [_sha(stack[slot]) for stack in (*module.lora_a_stacked, *module.lora_b_stacked)]
+            name: [sha(stack[slot]) for stack in (*module.lora_a_stacked, *module.lora_b_stacked)]
             for name, module in manager.modules.items()
             if isinstance(module.lora_a_stacked, tuple)  # of a linear layer
         }

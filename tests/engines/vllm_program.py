@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import wsync
+from tests.engines.inside import Seen
 from tests.engines.vllm_models import MAX_TOKENS, build, prompts
 from wsync.adapters.engines.vllm import VLLMEngine
 from wsync.adapters.trainers.module import ModuleProducer
@@ -71,18 +72,18 @@ def cached_tokens(llm: Any) -> int:
     return int(generate(llm, prompts()[3:])[0].num_cached_tokens)
 
 
-def look(llm: Any) -> list[dict[str, list[object]]]:
-    """Every worker's weights, see `vllm_extension.snapshot`."""
+def look(llm: Any, *, buffers: bool = True) -> list[Seen]:
+    """Every worker's weights, see `inside.snapshot`."""
     from tests.engines.vllm_extension import snapshot
     from wsync.adapters.engines.vllm import local_worker
 
     local = local_worker(llm)
     if local is not None:
-        return [snapshot(local)]
-    return [json.loads(reply) for reply in llm.collective_rpc("wsync_test_snapshot")]
+        return [snapshot(local, buffers=buffers)]
+    return [json.loads(reply) for reply in llm.collective_rpc("wsync_test_snapshot", args=(buffers,))]
 
 
-def addresses(seen: list[dict[str, list[object]]]) -> list[dict[str, object]]:
+def addresses(seen: list[Seen]) -> list[dict[str, object]]:
     """Name -> address, by worker."""
     return [{name: address for name, (_, address) in worker.items()} for worker in seen]
 
