@@ -7,8 +7,8 @@ serving(v) --sleep(2)--> void: asleep, then awake without weights; only a full s
 """
 
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -18,43 +18,39 @@ from wsync import wire
 from wsync.background import Background
 from wsync.config import PauseMode
 from wsync.deadline import Deadline
-from wsync.errors import EngineStateError, SyncTimeout, UnsupportedError, WsyncError
+from wsync.errors import EngineStateError, WsyncError
 from wsync.live_tensors import read_live
 from wsync.plan import Plan, TensorSpec
 from wsync.protocols import Loaded, Manifest, Ticket
 from wsync.pull.exports import Export, Probe
 from wsync.replies import first_line, open_reply
-from wsync.sleep import leaving_tags, waking_tags
+from wsync.sleep import SleepingEngine
 from wsync.topology import Endpoint
 
 _PATIENCE_S = 120.0
 """Longest wait, in seconds, of calls that come without a deadline, before any came with one."""
 
 
-class WorkerEngine(ABC):
+class WorkerEngine(SleepingEngine):
     """An engine whose workers answer `call(method, payload)`, each through a `wsync.worker.Worker`.
 
     An adapter implements the abstract methods; every rule about order and state lives here, before any call. Each of
     them that waits raises `SyncTimeout` at its deadline.
     """
 
-    name: str
-
     def __init__(self) -> None:
+        super().__init__()
         self._replica = uuid.uuid4().hex
         self._attachment: str | None = None
         self._version: int | None = None
         self._newest = 0
         self._torn: str | None = None
-        self._asleep: set[str] = set()
-        self._void = False
         self._attempt: str | None = None
         self._abandoned: str | None = None
         self._taking = 0
         self._patience_s = _PATIENCE_S
         self.read_seconds = 0.0
         self._paused = self._seen_awake = False
-        self._resume_at_wake = False
         self._update: Background[Sequence[Mapping[str, Any]]] | None = None
 
     # What an adapter provides.
@@ -88,22 +84,6 @@ class WorkerEngine(ABC):
     @abstractmethod
     def on_reset_cache(self, deadline: Deadline) -> None:
         """Forget every cached prefix. Raises `EngineStateError` if the engine kept any."""
-
-    @abstractmethod
-    def on_sleep(self, level: int, deadline: Deadline) -> None:
-        """Release memory. If this raises, none was released; after `SyncTimeout` it may be."""
-
-    @abstractmethod
-    def on_wake_up(self, tags: Sequence[str], deadline: Deadline) -> None:
-        """Take memory back for `tags`, all of which are asleep."""
-
-    def check_release_cache(self) -> None:
-        """Raise why this engine has no `on_release_cache`, which is the default."""
-        raise UnsupportedError(f"{self.name} cannot release its KV cache and keep its weights")
-
-    def on_release_cache(self, deadline: Deadline) -> None:
-        """Release the memory of the KV cache alone. Raises as `on_sleep`."""
-        self.check_release_cache()
 
     # The Engine protocol.
 
@@ -272,55 +252,8 @@ class WorkerEngine(ABC):
             self._go_on()
 
     @property
-    def asleep(self) -> Collection[str]:
-        """Tags of which the device memory is away."""
-        return frozenset(self._asleep)
-
-    def check_sleep(self, tags: Sequence[str] | None = None) -> None:
-        """Raise what `sleep` would refuse those tags with, before anything changes."""
-        if self._attempt is not None or (self._update is not None and not self._update.done):
-            raise EngineStateError(f"{self.name} is taking new weights and cannot sleep now")
-        if "weights" not in leaving_tags(self.name, tags, self._asleep):
-            self.check_release_cache()
-
-    def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> None:
-        """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them.
-
-        With `tags=["kv_cache"]` the weights stay where they are, whatever the level.
-        """
-        if level not in (1, 2):
-            raise EngineStateError(f"sleep level {level} does not exist; 1 keeps the weights, 2 drops them")
-        self.check_sleep(tags)
-        leaving = leaving_tags(self.name, tags, self._asleep)
-        if leaving <= self._asleep:
-            return
-        self.last_version()  # a worker without weights may be unable to tell
-        before, self._asleep = self._void, leaving
-        self._void = before or (level == 2 and "weights" in leaving)
-        self.guard(self._reason_not_to_serve())  # before the memory goes
-        try:
-            if "weights" in leaving:
-                self.on_sleep(level, self._patience())
-            else:
-                self.on_release_cache(self._patience())
-        except SyncTimeout:
-            raise  # it may fall asleep yet: it counts as asleep
-        except BaseException:
-            self._asleep, self._void = set(), before
-            self.guard(self._reason_not_to_serve())
-            raise
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take memory back by tag, `weights` before `kv_cache`. After level 2 only a full sync makes it serve."""
-        waking = waking_tags(self.name, tags, self._asleep)
-        if not waking:
-            return
-        self.on_wake_up(waking, self._patience())
-        self._asleep -= set(waking)
-        self.guard(self._reason_not_to_serve())
-        if self._resume_at_wake and not self._asleep:
-            self._resume_at_wake = False
-            self._go_on()
+    def _is_updating(self) -> bool:
+        return self._attempt is not None or (self._update is not None and not self._update.done)
 
     def read(self, name: str, deadline: Deadline | None = None) -> Sequence[torch.Tensor]:
         """The live parameter or buffer `name` (the engine's own name) of every worker, copied to the host.

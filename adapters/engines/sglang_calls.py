@@ -151,13 +151,13 @@ class Calls:
 
     def release(self, tags: Sequence[str], deadline: Deadline) -> None:
         """Release the memory of `tags`. The engine must have nothing to do, else SGLang ends itself."""
-        request = self.request("ReleaseMemoryOccupationReqInput", tags=list(tags))
+        request = self.request("ReleaseMemoryOccupationReqInput", tags=_with_graphs(tags))
         manager = self.engine.tokenizer_manager
         self.run("sleep", lambda: manager.release_memory_occupation(request, None), deadline.remaining("sleep"))
 
     def restore(self, tags: Sequence[str], deadline: Deadline) -> None:
         """Take the memory of `tags` back. All of them must be released, else SGLang ends itself."""
-        request = self.request("ResumeMemoryOccupationReqInput", tags=list(tags))
+        request = self.request("ResumeMemoryOccupationReqInput", tags=_with_graphs(tags))
         manager = self.engine.tokenizer_manager
         self.run("wake up", lambda: manager.resume_memory_occupation(request, None), deadline.remaining("wake up"))
 
@@ -188,6 +188,14 @@ class Calls:
         import sglang.srt.managers.io_struct as module
 
         return getattr(module, kind)(**fields)
+
+
+def _with_graphs(tags: Sequence[str]) -> list[str]:
+    """What captured graphs hold serves generation alone: it goes and comes with the KV cache.
+
+    It is there to go if SGLang was started with SGLANG_MEMORY_SAVER_CUDA_GRAPH=1; else the tag names nothing.
+    """
+    return [*tags, "cuda_graph"] if "kv_cache" in tags else list(tags)
 
 
 class Updates:

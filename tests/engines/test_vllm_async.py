@@ -61,6 +61,13 @@ def test_an_async_llm_that_cannot_be_served_is_refused(facts: Facts) -> None:
     assert "data_parallel_size=2" in message
 
 
+def check_went_on(seen: Facts) -> None:
+    """A request began under old weights, and went on with new ones and without old caches."""
+    assert 0 < seen["kept"] < LONG, "it was not in its middle"
+    assert (len(seen["tokens"]), seen["reason"]) == (LONG, "length")
+    assert seen["went on"], "it did not go on as the new weights do with the tokens so far as a prompt"
+
+
 class TestRequestsInFlight:
     def test_wait_finishes_them_with_the_old_weights(self, facts: Facts, expected: Expected) -> None:
         seen = facts["pauses"]
@@ -73,10 +80,17 @@ class TestRequestsInFlight:
         assert 0 < len(seen["tokens"]) == seen["kept"] < LONG, "it was not in its middle, or its tokens changed"
 
     def test_keep_goes_on_with_the_new_weights_and_without_old_caches(self, facts: Facts) -> None:
-        seen = facts["pauses"]["keep"]
-        assert 0 < seen["kept"] < LONG, "it was not in its middle"
-        assert (len(seen["tokens"]), seen["reason"]) == (LONG, "length")
-        assert seen["went on"], "it did not go on as the new weights do with the tokens so far as a prompt"
+        check_went_on(facts["pauses"]["keep"])
+
+    def test_at_sleep_level_0_they_stand_still_through_a_sync(self, facts: Facts, expected: Expected) -> None:
+        seen = facts["level 0"]
+        for moment in ("generate", "generate after a sync"):
+            kind, message = seen[moment]
+            assert kind == "EngineStateError"
+            assert "is asleep (scheduling); call wake_up first" in message
+        assert seen["stood"]
+        check_went_on(seen)
+        assert seen["tokens then"] == expected["llama_b"]
 
 
 class TestFailures:

@@ -87,11 +87,34 @@ async def pauses(setup: Setup) -> Facts:
         await setup.sync("a")
         streams: list[Stream] = []
         await setup.sync("b", setup.begin_long(streams), pause=mode)
-        seen = (await streams[0].task).facts()
-        kept = _common(seen["tokens"], alone)
-        rest = await generate(setup.llm, prompts()[0] + alone[:kept], LONG - kept) if 0 < kept < LONG else []
-        facts[mode] = {**seen, "kept": kept, "went on": seen["tokens"][kept:] == rest}
+        facts[mode] = await _ended(setup, streams[0], alone)
     return {**facts, "tokens": await tokens(setup.llm)}
+
+
+async def level_0(setup: Setup) -> Facts:
+    """A request in flight stands still, from weights "a" to "b"."""
+    control = AsyncVLLMEngine(setup.llm)
+    await setup.sync("a")
+    alone = await generate(setup.llm, prompts()[0], LONG)
+    stream = Stream(setup.llm, prompts()[0])
+    await asyncio.to_thread(stream.begun.wait, 60)
+    await asyncio.to_thread(control.sleep, 0)
+    facts: Facts = {"generate": await caught(_generate(setup.llm))}
+    await setup.sync("b", pause="keep")
+    facts |= {"generate after a sync": await caught(_generate(setup.llm)), "stood": not stream.task.done()}
+    await asyncio.to_thread(control.wake_up)
+    return {**facts, **await _ended(setup, stream, alone), "tokens then": await tokens(setup.llm)}
+
+
+async def _ended(setup: Setup, stream: Stream, alone: list[int]) -> Facts:
+    """How a request ended, and whether it went on as the weights of now do with the tokens so far as a prompt.
+
+    `alone` is what those of its begin say.
+    """
+    seen = (await stream.task).facts()
+    kept = _common(seen["tokens"], alone)
+    rest = await generate(setup.llm, prompts()[0] + alone[:kept], LONG - kept) if 0 < kept < LONG else []
+    return {**seen, "kept": kept, "went on": seen["tokens"][kept:] == rest}
 
 
 def _common(one: list[int], other: list[int]) -> int:
@@ -286,6 +309,7 @@ async def one(llm: Any, models: Path, say: Callable[[str, Any], None]) -> None:
     parts: list[tuple[str, Callable[[Setup], Awaitable[Facts]]]] = [
         ("update", update),
         ("pauses", pauses),
+        ("level 0", level_0),
         ("failures", failures),
         ("together", together),
         ("impatient", lambda setup: impatient(setup, core)),

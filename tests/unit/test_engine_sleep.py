@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.fake_engine import FakeEngine, fail_update, soon
+from wsync.config import PauseMode
 from wsync.deadline import Deadline
 from wsync.errors import EngineStateError, SyncTimeout, UnsupportedError
 
@@ -156,6 +157,65 @@ def test_without_a_sync_the_old_weights_serve_again() -> None:
     engine.wake_up()
     assert engine.hooks == ["release cache", "wake kv_cache"]
     assert engine.reason is None, "level 2 is about weights, which stayed"
+
+
+class FreezingEngine(FakeEngine):
+    """Can freeze what is in flight."""
+
+    def on_pause(self, mode: PauseMode, deadline: Deadline) -> None:
+        assert self.reason is not None, "new work would be taken while the old is frozen"
+        self.hooks.append(f"pause {mode}")
+
+
+def test_level_0_keeps_all_memory_and_generates_nothing() -> None:
+    engine = FreezingEngine()
+    for _ in range(2):
+        engine.sleep(0)
+    assert engine.asleep == {"scheduling"}
+    assert "asleep (scheduling); call wake_up" in str(engine.reason)
+    engine.wake_up(["scheduling"])
+    assert engine.hooks == ["pause keep", "resume"]
+    assert (engine.asleep, engine.reason) == (set(), None)
+
+
+def test_a_sync_at_level_0_does_not_wake_it() -> None:
+    engine = FreezingEngine()
+    engine.sleep(0)
+    engine.pause("wait", soon())
+    engine.sync(1)
+    engine.resume()
+    assert "asleep (scheduling)" in str(engine.reason)
+    engine.wake_up()
+    assert engine.hooks == ["pause keep", "pause wait", "reset", "resume"]
+    assert engine.reason is None
+
+
+def test_levels_are_not_mixed() -> None:
+    engine = FreezingEngine()
+    with pytest.raises(EngineStateError, match="takes no tags"):
+        engine.sleep(0, ["kv_cache"])
+    engine.sleep(0)
+    with pytest.raises(EngineStateError, match=r"half awake; wake_up \['scheduling'\]"):
+        engine.sleep(2)
+    engine.wake_up()
+    engine.sleep(1)
+    with pytest.raises(EngineStateError, match=r"sleeps already \(kv_cache, weights\) and cannot go to sleep level 0"):
+        engine.sleep(0)
+
+
+def test_level_0_needs_an_engine_that_can_freeze_requests(engine: FakeEngine) -> None:
+    with pytest.raises(UnsupportedError, match="cannot freeze"):
+        engine.sleep(0)
+    assert (engine.asleep, engine.reason) == (set(), None)
+
+
+def test_level_0_during_a_sync(engine: FakeEngine) -> None:
+    engine.version()
+    engine.begin(1, "a", soon(), digest=False)
+    with pytest.raises(EngineStateError, match="is taking new weights and cannot go to sleep level 0"):
+        engine.sleep(0)
+    engine.join(soon())
+    engine.finish(1, "a", soon())
 
 
 def test_what_cannot_sleep_alone_is_refused_before_anything_changes(engine: FakeEngine) -> None:

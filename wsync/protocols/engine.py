@@ -123,9 +123,10 @@ class Engine(Protocol):
     def sleep(self, level: int = 2, tags: Sequence[str] | None = None) -> None:
         """Release device memory. Level 1 keeps the weights in host memory, level 2 drops them.
 
+        Level 0 keeps everything, and what is in flight waits until `wake_up`, without tags or with "scheduling".
         `tags` are all, or "kv_cache" alone: then the weights stay, and can be synced.
         Raises `SyncTimeout` if the engine does not answer; then it counts as asleep. `UnsupportedError` if it cannot
-        release these tags alone.
+        release these tags alone, or cannot freeze requests.
         """
         ...
 
