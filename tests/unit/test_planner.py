@@ -39,7 +39,7 @@ def test_a_7b_under_fsdp2_by_hand() -> None:
     outside = 2 * 152064 * 3584 + 3584
     engine_step = 8192 * 2 * (4 * 3584 + 2 * 3584 + 2 * 512 + 4 * 18944) + 1024 * 152064 * 10
     shared = {"CUDA contexts": 2 * CONTEXT}
-    boxes = {"gather boxes": 1 << 28}
+    peers = {"peer contexts": CONTEXT}
     engine = {
         "engine weights": 2 * worker,
         "engine kv_cache": int(0.6 * 140 * GIB) - 2 * worker - engine_step,
@@ -47,17 +47,17 @@ def test_a_7b_under_fsdp2_by_hand() -> None:
     }
     found = plans(given)
     assert found["launch"].residents == {**shared, **engine}
-    assert found["rollout"].residents == {**shared, **boxes, **engine}
+    assert found["rollout"].residents == {**shared, **peers, **engine}
     assert found["sync"].residents == {
         **shared,
-        **boxes,
-        "slots": 2 << 28,
+        **peers,
+        "staging": 2 << 30,
         "actor": 2 * MODEL_7B,
         "engine weights": 2 * worker,
     }
     assert found["train"].residents == {
         **shared,
-        **boxes,
+        **peers,
         "actor": 2 * MODEL_7B,
         "optimizer": 4 * MODEL_7B,
         "gradients": 2 * MODEL_7B,
@@ -132,16 +132,51 @@ def test_an_engine_repeats_kv_heads_and_pads_the_vocabulary() -> None:
 
 def test_slots_are_there_unless_the_engine_reads_the_trainers_own_memory() -> None:
     for given, slots in (
-        (setting(bucket_bytes=8192), 2 * 8192),
-        (setting(bucket_bytes=8192, num_slots=3), 3 * 8192),
-        (setting(bucket_bytes=8192, transport="inproc"), 2 * 8192),
-        (setting(bucket_bytes=8192, transport="inproc", trainer="zero1"), None),
+        (setting(bucket_bytes=8192, path="buckets"), 2 * 8192),
+        (setting(bucket_bytes=8192, gpus_per_node=1), 2 * 8192),
+        (setting(bucket_bytes=8192, num_slots=3, path="buckets"), 3 * 8192),
+        (setting(bucket_bytes=8192, transport="inproc", ranks=1, path="buckets"), 2 * 8192),
+        (setting(bucket_bytes=8192), None),
+        (setting(bucket_bytes=8192, trainer="zero1"), None),
         (setting(bucket_bytes=8192, transport="inproc", ranks=1), None),
         (setting(bucket_bytes=8192, transport="inproc", ranks=1, lora_rank=2), 2 * 8192),
-        (setting(num_slots=1), 2 * NUMEL + 5 * 128),  # norms begin at multiples of 256 bytes
+        (setting(num_slots=1, path="buckets"), 2 * NUMEL + 5 * 128),  # norms begin at multiples of 256 bytes
     ):
         assert plans(given)["sync"].residents.get("slots") == slots
         assert not any("slots" in plans(given)[phase].residents for phase in ("launch", "rollout", "train"))
+
+
+def test_what_is_pulled_is_cast_first_where_it_crosses_to_another_gpu() -> None:
+    linear = NUMEL - 256 * 64 - 5 * 64
+    for given, staging in (
+        (setting(), NUMEL),  # half of it, in bf16
+        (setting(staging_bytes=1000), 1000),
+        (setting(staging_bytes=0), None),
+        (setting(actor_dtype=BF16), None),
+        (setting(gpus=1, ranks=1, path="pull"), None),
+        (setting(trainer="zero2"), None),  # one of two whole copies is on the worker's own GPU
+        (setting(trainer="zero2", path="pull"), 2 * NUMEL),  # at most: as if it were not
+        (setting(lora_rank=2), NUMEL - linear),  # what is merged travels
+    ):
+        assert plans(given)["sync"].residents.get("staging") == staging
+        assert not any("staging" in plans(given)[phase].residents for phase in ("launch", "rollout", "train"))
+
+
+def test_workers_have_contexts_on_the_gpus_that_they_read() -> None:
+    for given, peers in (
+        (setting(gpus=4, ranks=4), 3),
+        (setting(gpus=4, ranks=4, tp=4, trainer="zero1"), 3),
+        (setting(gpus=4, ranks=4, tp=2, trainer="zero1"), 1),
+        (setting(gpus=4, ranks=4, trainer="zero1"), 0),
+        (setting(gpus=4, ranks=4, path="buckets"), 0),
+    ):
+        for phase, plan in plans(given).items():
+            assert plan.residents.get("peer contexts", 0) == (phase != "launch") * peers * CONTEXT
+
+
+def test_a_pull_is_within_one_node() -> None:
+    with pytest.raises(ConfigError, match="path is 'pull', which is within one node; gpus is 2"):
+        setting(path="pull", gpus_per_node=1)
 
 
 @pytest.mark.parametrize("name", get_args(Transport))
@@ -214,10 +249,10 @@ def test_steps_between_phases_in_order() -> None:
         "reload actor",
         "reload optimizer",
     ]
-    always = {"CUDA contexts", "gather boxes"}
+    always = {"CUDA contexts", "peer contexts"}
     assert steps["offload optimizer"] == steps["reload optimizer"] == {*always, "actor", "optimizer"}
     assert steps["offload actor"] == {*always, "actor", "engine weights"}
-    assert steps["sync"] == {*steps["offload actor"], "slots"}
+    assert steps["sync"] == {*steps["offload actor"], "staging"}
     assert steps["empty cache"] == {*always, "engine weights", "allocator's cache"}
     assert steps["wake kv_cache"] == {*always, "engine weights", "engine kv_cache"}
     cached = next(plan for plan in predict_moves(setting()) if plan.name == "empty cache")
@@ -275,7 +310,9 @@ def test_a_phase_that_does_not_fit_says_what_would_help() -> None:
         ({"gpu_bytes": 70 * GIB, "sequence": 8192}, "train", "sequences of 2048 tokens"),
         ({"gpu_bytes": 24 * GIB, "kv_fraction": 0.4, "tp": 1}, "rollout", "an engine over 4 workers"),
         ({"gpu_bytes": 80 * GIB, "kv_fraction": 0.2, "tp": 1}, "rollout", "a KV fraction of 0.22"),
-        ({"gpu_bytes": 23 * GIB, "kv_bytes": 1 * GIB, "bucket_bytes": GIB}, "sync", "buckets of 64.0 MiB"),
+        ({"gpu_bytes": 23 * GIB, "bucket_bytes": GIB, "path": "buckets"}, "sync", "buckets of 64.0 MiB"),
+        ({"gpu_bytes": 24 * GIB}, "sync", "no staging"),
+        ({"gpu_bytes": 20 * GIB, "path": "pull", "gpus_per_node": 4}, "sync", "4 ranks that share the actor"),
     ],
 )
 def test_single_changes_that_are_enough(changes: Mapping[str, object], phase: str, change: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args
 
 from wsync.bench.plot import check_plot
-from wsync.config import MIB, SyncConfig
+from wsync.config import MIB, PathMode, SyncConfig
 from wsync.errors import ConfigError, WsyncError
 from wsync.memory.sizes import GIB
 from wsync.planner.hf_config import read_config
@@ -84,6 +84,8 @@ def _setting(options: argparse.Namespace) -> Setting:
         transport=options.transport,
         bucket_bytes=round(options.bucket_mib * MIB),
         num_slots=options.num_slots,
+        path=options.path,
+        staging_bytes=round(options.staging_mib * MIB),
         offload=frozenset(options.offload),
         activations=options.activations_gib,
         micro_batch=options.micro_batch,
@@ -197,6 +199,14 @@ def _add_sync(add: Callable[..., object]) -> None:
         help="of a slot, in MiB (default 256)",
     )
     add("--num-slots", type=_count, default=default.num_slots, metavar="N", help="default 2")
+    add("--path", choices=get_args(PathMode), default=default.path, help="how weights move (default auto)")
+    add(
+        "--staging-mib",
+        type=_number,
+        default=default.staging_bytes / MIB,
+        metavar="MIB",
+        help="of what is cast for other GPUs that pull (default 2048)",
+    )
 
 
 def _names(text: str) -> tuple[str, ...]:

@@ -23,6 +23,8 @@ ENGINE_ACTIVATIONS = "engine activations"
 CUDA_GRAPHS = "engine CUDA graphs"
 SLOTS = "slots"
 BOXES = "gather boxes"
+STAGING = "staging"
+PEERS = "peer contexts"
 MERGE = "LoRA merge"
 CONTEXTS = "CUDA contexts"
 CACHE = "allocator's cache"
@@ -72,13 +74,14 @@ class _Parts:
         return {CONTEXTS: processes * self.setting.context_bytes, CUDA_GRAPHS: self.setting.cuda_graph_bytes}
 
     @property
-    def boxes(self) -> Mapping[str, int]:
-        return {BOXES: self.sync.boxes}
+    def kept(self) -> Mapping[str, int]:
+        """What stays from the first sync on."""
+        return {BOXES: self.sync.boxes, PEERS: self.sync.peer_contexts}
 
     @property
     def session(self) -> Mapping[str, int]:
         """What a sync takes besides weights."""
-        return {SLOTS: self.sync.slots, **self.boxes, MERGE: self.sync.merge}
+        return {SLOTS: self.sync.slots, STAGING: self.sync.staging, **self.kept, MERGE: self.sync.merge}
 
     @property
     def actor(self) -> Mapping[str, int]:
@@ -123,8 +126,8 @@ def predict(setting: Setting) -> Sequence[PhasePlan]:
     """What each of `PHASES` takes on the GPU with the most.
 
     In "launch" the engine starts, beside a trainer that is there and offloaded already; in "rollout" it generates; in
-    "sync" wsync moves weights; "train" is the start of a backward pass. Gather boxes stay from the first sync on, slots
-    do not (`wsync.sync(..., memory=m)` gives them back).
+    "sync" wsync moves weights; "train" is the start of a backward pass. Gather boxes and contexts stay from the first
+    sync on, slots and staging do not (`wsync.sync(..., memory=m)` gives them back).
     """
     parts = _Parts.of(setting)
     idle = {**parts.always, **parts.kept_actor, **parts.kept_optimizer}
@@ -140,9 +143,9 @@ def predict(setting: Setting) -> Sequence[PhasePlan]:
     syncing = {**parts.always, **parts.actor, **parts.kept_optimizer, **parts.weights, **parts.session}
     return [
         PhasePlan(name="launch", residents=generating),
-        PhasePlan(name="rollout", residents={**generating, **parts.boxes}),
+        PhasePlan(name="rollout", residents={**generating, **parts.kept}),
         PhasePlan(name="sync", residents=syncing),
-        PhasePlan(name="train", residents={**parts.always, **training, **parts.boxes}),
+        PhasePlan(name="train", residents={**parts.always, **training, **parts.kept}),
     ]
 
 
@@ -152,7 +155,7 @@ def predict_moves(setting: Setting) -> Sequence[PhasePlan]:
     What leaves is there until its copy is done, and what PyTorch's allocator keeps of it until the cache is emptied.
     """
     parts = _Parts.of(setting)
-    always = {**parts.always, **parts.boxes}
+    always = {**parts.always, **parts.kept}
     idle = {**always, **parts.kept_actor, **parts.kept_optimizer}
     syncing = {**always, **parts.actor, **parts.kept_optimizer, **parts.weights}
     steps: list[tuple[str, Mapping[str, int]]] = []

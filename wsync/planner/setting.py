@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from wsync.config import MIB, SyncConfig
+from wsync.config import MIB, PathMode, SyncConfig
 from wsync.errors import ConfigError
 from wsync.planner.model import Model
 
@@ -102,6 +102,12 @@ class Setting:
     num_slots: int = SyncConfig().num_slots
     """See `wsync.SyncConfig`."""
 
+    path: PathMode = SyncConfig().path
+    """See `wsync.SyncConfig`. "auto" is "buckets" if an actor in shards is on several nodes."""
+
+    staging_bytes: int = SyncConfig().staging_bytes
+    """See `wsync.SyncConfig`."""
+
     offload: Set[str] = frozenset(OFFLOADS)
     """Those of `OFFLOADS` that are in host memory while nobody needs them."""
 
@@ -133,7 +139,11 @@ class Setting:
         _at_least(1, **{name: getattr(self, name) for name in positive})
         _at_least(0, lora_rank=self.lora_rank, cuda_graph_bytes=self.cuda_graph_bytes, context_bytes=self.context_bytes)
         _at_least(0, activations=self.activations, engine_activations=self.engine_activations)
-        SyncConfig(bucket_bytes=self.bucket_bytes, num_slots=self.num_slots)
+        SyncConfig(
+            bucket_bytes=self.bucket_bytes, num_slots=self.num_slots, path=self.path, staging_bytes=self.staging_bytes
+        )
+        if self.path == "pull" and self.gpus > self.gpus_per_node:
+            raise ConfigError(f"path is 'pull', which is within one node; gpus is {self.gpus}, more than one has")
         _divides("ranks", self.ranks, "gpus", self.gpus)
         _divides("tp", self.tp, "gpus", self.gpus)
         _check_cache(self.kv_bytes, self.kv_fraction)
@@ -143,6 +153,17 @@ class Setting:
     def sharded(self) -> bool:
         """Whether a rank holds less than the whole actor."""
         return self.ranks > 1 and self.trainer in ("fsdp1", "fsdp2", "zero3")
+
+    @property
+    def pulls(self) -> bool:
+        """Whether workers read the ranks' shards."""
+        return self.path == "pull" or (self.path == "auto" and self.sharded and self.gpus <= self.gpus_per_node)
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether workers read weights where the trainer has them, but for what LoRA merges."""
+        whole = not self.sharded and (not self.lora_rank or self.gpus <= self.gpus_per_node)
+        return self.pulls or (self.path == "auto" and whole)
 
     @property
     def has_master(self) -> bool:

@@ -99,6 +99,8 @@ def _candidates(setting: Setting) -> Iterator[Iterable[tuple[str, Setting]]]:
     yield _more_workers(setting)
     if setting.bucket_bytes > _SMALL_BUCKET:
         yield [(f"buckets of {gib(_SMALL_BUCKET)}", replace(setting, bucket_bytes=_SMALL_BUCKET))]
+    if setting.staging_bytes:
+        yield [("no staging", replace(setting, staging_bytes=0))]
     if setting.activations is None and not setting.checkpointing:
         yield [("activation checkpointing", replace(setting, checkpointing=True))]
     if setting.activations is None and setting.micro_batch > 1:
@@ -111,8 +113,9 @@ def _candidates(setting: Setting) -> Iterator[Iterable[tuple[str, Setting]]]:
 
 def _more_ranks(setting: Setting) -> Iterator[tuple[str, Setting]]:
     for ranks in _doubled(setting.ranks, _MOST_RANKS):
-        gpus = math.lcm(setting.gpus, ranks)
-        yield f"{ranks} ranks that share the actor", replace(setting, ranks=ranks, gpus=gpus)
+        with suppress(ConfigError):  # not on one node any more
+            gpus = math.lcm(setting.gpus, ranks)
+            yield f"{ranks} ranks that share the actor", replace(setting, ranks=ranks, gpus=gpus)
 
 
 def _more_workers(setting: Setting) -> Iterator[tuple[str, Setting]]:
