@@ -1,5 +1,6 @@
 """Tensors between trainer ranks whose shards are on CUDA devices: NCCL, in a communicator of wsync's own."""
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from wsync.deadline import Deadline
 from wsync.device import uuid_of
 from wsync.device_work import Events, queued, wait_for
 from wsync.errors import ConfigError, ProtocolError, UnsupportedError
-from wsync.transfers import Messages
+from wsync.transfers import LOOK_S, Messages
 from wsync.transports.nccl import environment, make_key
 from wsync.transports.nccl_communicator import Communicator, Span
 from wsync.transports.nccl_environment import differences
@@ -66,6 +67,7 @@ class DeviceTransfers:
         rank: int,
         device: torch.device,
         check: Callable[[], None],
+        listen: Callable[[], None],
         deadline: Deadline,
     ) -> None:
         """*Collective.* Form the communicator.
@@ -76,6 +78,7 @@ class DeviceTransfers:
             device: of its shards.
             check: called wherever other ranks are waited for; raises if one of them is gone. It is kept for as long as
                 the communicator lives.
+            listen: raises if a rank has failed that lives; it takes longer, and is called now and then.
             deadline: for all ranks to be here.
 
         Raises:
@@ -87,7 +90,7 @@ class DeviceTransfers:
         key = invitations[0]["key"]
         if len(key) != KEY_BYTES:
             raise ProtocolError("trainer rank 0 posted no key of NCCL's")
-        self._device, self._watch = device, _Watch(check, deadline)
+        self._device, self._watch = device, _Watch(check, listen, deadline)
         self._last: Events = ()
         with torch.cuda.device(device):
             self._communicator = Communicator(load(), key, rank, len(invitations), self._watch)
@@ -95,7 +98,7 @@ class DeviceTransfers:
 
     def run(self, sends: Messages, receives: Messages, deadline: Deadline) -> None:
         """See `Transfers`. Queued when this returns."""
-        self._watch.deadline = deadline
+        self._watch.start(deadline)
         self._communicator.look()
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -104,6 +107,7 @@ class DeviceTransfers:
 
     def settle(self, deadline: Deadline) -> None:
         """See `Transfers`."""
+        self._watch.start(deadline)
         wait_for(self._last, deadline, self._look, _WAITING_FOR)
         self._last = ()
 
@@ -113,18 +117,26 @@ class DeviceTransfers:
 
     def _look(self) -> None:
         self._communicator.look()
-        self._watch.check()
+        self._watch()
 
 
 class _Watch:
     """What ends a wait for other ranks."""
 
-    def __init__(self, check: Callable[[], None], deadline: Deadline) -> None:
-        self.check, self.deadline = check, deadline
+    def __init__(self, check: Callable[[], None], listen: Callable[[], None], deadline: Deadline) -> None:
+        self._check, self._listen = check, listen
+        self.start(deadline)
+
+    def start(self, deadline: Deadline) -> None:
+        """A wait begins."""
+        self._deadline, self._next_look = deadline, time.monotonic() + LOOK_S
 
     def __call__(self) -> None:
-        self.check()
-        self.deadline.remaining(_WAITING_FOR)
+        self._check()
+        if time.monotonic() > self._next_look:
+            self._next_look = time.monotonic() + LOOK_S
+            self._listen()
+        self._deadline.remaining(_WAITING_FOR)
 
 
 def _leave(communicator: Communicator) -> None:

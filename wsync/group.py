@@ -146,7 +146,7 @@ class Group:
         The first transfer after `reset` connects all ranks: each of them must make it, if only to itself.
 
         Raises:
-            RankError: a rank died; the communicator is dropped.
+            RankError: a rank died, or failed by itself; the communicator is dropped.
             TransportError: a peer closed the connection; the communicator is dropped.
             SyncTimeout: not done before `deadline`; the communicator is dropped.
         """
@@ -310,13 +310,19 @@ class Group:
             if (here := group()) is not None and here._links.lost:
                 raise death("a transfer")
 
+        def listen() -> None:
+            if (here := group()) is not None:
+                others = [rank for rank in range(here.world_size) if rank != here.rank]
+                if words := here._letters().words(here.call, others):
+                    raise RankError(f"stopped in the middle of a transfer: {_said(words)}", list(words))
+
         if device.type == "cpu":
             shared: Any = self._private_store()
             store = PrefixStore(f"data/{self.call}", shared.clone())  # a wait on it must not block the trainer's
-            return HostTransfers(self.rank, self.world_size, store, self.timeout_s, self._links, death)
+            return HostTransfers(self.rank, self.world_size, store, self.timeout_s, self._links, death, listen)
         said = self.gather("invite", lambda: invite(self.rank, device), deadline)
         invitations = cast("Sequence[Mapping[str, Any]]", said)
-        return DeviceTransfers(invitations, self.rank, device, check, deadline)
+        return DeviceTransfers(invitations, self.rank, device, check, listen, deadline)
 
     @contextmanager
     def _dropped_if_broken(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Tensors between trainer ranks whose shards are in host memory: gloo, in a process group of wsync's own."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -11,7 +12,7 @@ from wsync.background import Background
 from wsync.deadline import Deadline
 from wsync.errors import RankError, SyncTimeout, TransportError
 from wsync.rank_links import RankLinks
-from wsync.transfers import Messages
+from wsync.transfers import LOOK_S, Messages
 
 _GRACE_S = 1.0
 """How much longer a transfer's own thread is waited for, so that its words come through."""
@@ -31,6 +32,7 @@ class HostTransfers:
         timeout_s: float,
         links: RankLinks,
         death: Callable[[str], RankError],
+        listen: Callable[[], None],
     ) -> None:
         """Local.
 
@@ -40,9 +42,10 @@ class HostTransfers:
             timeout_s: longest wait, in seconds, for gloo to connect.
             links: tell of ranks that die.
             death: what to raise then; it takes what was going on.
+            listen: raises if a rank has failed that lives.
         """
         self._rank, self._size, self._store, self._timeout_s = rank, size, store, timeout_s
-        self._links, self._death = links, death
+        self._links, self._death, self._listen = links, death, listen
         self._group: dist.ProcessGroup | None = None
 
     def run(self, sends: Messages, receives: Messages, deadline: Deadline) -> None:
@@ -77,9 +80,12 @@ class HostTransfers:
         links = self._links
         call.add_done_callback(links.notify)
         try:
-            links.wait_for(lambda: call.done or bool(links.lost), deadline.remaining(call.name) + _GRACE_S)
-            if not call.done and links.lost:
-                raise self._death(call.name)
+            expires = time.monotonic() + deadline.remaining(call.name) + _GRACE_S
+            while not call.done and (left_s := expires - time.monotonic()) > 0:
+                if not links.wait_for(lambda: call.done or bool(links.lost), min(left_s, LOOK_S)):
+                    self._listen()
+                elif not call.done:
+                    raise self._death(call.name)
             return call.result(deadline.restart() if call.done else deadline)
         except (SyncTimeout, RankError):
             raise

@@ -7,6 +7,9 @@ import torch
 
 from wsync.deadline import Deadline
 
+LOOK_S = 0.5
+"""While others are waited for: how often this rank asks whether one of them has failed."""
+
 Messages = Sequence[tuple[int, torch.Tensor]]
 """(peer rank, contiguous tensor)."""
 
@@ -20,7 +23,7 @@ class Transfers(Protocol):
         The first one connects all ranks: each of them must make it, if only with nothing to say.
 
         Raises:
-            RankError: a rank died.
+            RankError: a rank died, or has failed by itself and will not take part.
             TransportError: a peer closed the connection, or the library failed.
             SyncTimeout: not done before `deadline`.
         """

@@ -293,6 +293,23 @@ def test_a_message_that_is_too_long_is_heard_of_by_the_others() -> None:
         assert said.startswith("(1,) stopped before phase 'begin': rank 1: ProtocolError: a message of")
 
 
+def one_fails_before_it_sends(me: Rank) -> tuple[str, float]:
+    """The second transfer, in which rank 0 waits for rank 1 until the deadline unless it hears of the failure."""
+    group = group_of(me)
+    for _ in range(2):
+        group.transfer([(1 - me.rank, torch.ones(4))], [(1 - me.rank, torch.empty(4))], Deadline.after(20))
+    began = time.monotonic()
+    if me.rank == 1:
+        group.report("fill", ValueError("no such tensor"))
+        meet_when(me, "heard")
+        return "failed", 0.0
+    with pytest.raises(RankError) as caught:
+        group.transfer([], [(1, torch.empty(4))], Deadline.after(40))
+    me.store.set("heard", "")
+    assert caught.value.ranks == (1,)
+    return str(caught.value), time.monotonic() - began
+
+
 def test_closing_leaves_the_last_messages_for_slower_ranks() -> None:
     assert run_ranks(close_at_once, 2, timeout_s=60) == [["bye", "hello"]] * 2
 
@@ -304,3 +321,9 @@ def test_point_to_point_brings_the_right_bytes() -> None:
 def test_a_dead_peer_ends_the_transfer_within_the_deadline() -> None:
     words, _ = run_ranks(die_before_sending, 2, timeout_s=60, expected_dead={1})
     assert "rank" in words
+
+
+def test_a_rank_that_fails_and_lives_ends_a_transfer_that_waits_for_it() -> None:
+    (words, seconds), _ = run_ranks(one_fails_before_it_sends, 2, timeout_s=60)
+    assert words == "stopped in the middle of a transfer: rank 1: ValueError: no such tensor"
+    assert seconds < 20, "the deadline is 40 s"

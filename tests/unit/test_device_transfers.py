@@ -3,10 +3,12 @@
 import ctypes
 import gc
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import pairwise
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -129,9 +131,11 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> list[Library]:
     return found
 
 
-def transfers_of(rank: int, size: int, check: Callable[[], None] = lambda: None) -> DeviceTransfers:
+def transfers_of(
+    rank: int, size: int, check: Callable[[], None] = lambda: None, listen: Callable[[], None] = lambda: None
+) -> DeviceTransfers:
     invitations = [invite(other, DEVICES[other]) for other in range(size)]
-    return DeviceTransfers(invitations, rank, DEVICES[rank], check, Deadline.after(PATIENCE_S))
+    return DeviceTransfers(invitations, rank, DEVICES[rank], check, listen, Deadline.after(PATIENCE_S))
 
 
 def together(work: Callable[[int], object], size: int) -> list[object]:
@@ -182,6 +186,25 @@ def test_who_waits_hears_of_a_death(libraries: list[Library]) -> None:
         transfers.settle(Deadline.after(PATIENCE_S))
 
 
+def test_who_waits_hears_of_a_failure_though_not_at_every_look(
+    libraries: list[Library], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_transfers, "LOOK_S", 0.05)
+    asked: list[float] = []
+
+    def listen() -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 3:
+            raise RankError("rank 1: ValueError", [1])
+
+    transfers = transfers_of(0, 2, listen=listen)
+    transfers.run([], [(1, torch.empty(8))], Deadline.after(PATIENCE_S))
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1: ValueError"):
+        transfers.settle(Deadline.after(PATIENCE_S))
+    assert all(after - before > 0.04 for before, after in pairwise([began, *asked]))
+
+
 def test_who_waits_gives_up_at_the_deadline(libraries: list[Library]) -> None:
     transfers = transfers_of(0, 2)
     transfers.run([], [(1, torch.empty(8))], Deadline.after(PATIENCE_S))
@@ -209,7 +232,7 @@ def test_a_communicator_that_is_dropped_is_given_back(libraries: list[Library]) 
 
 def refused(*invitations: Introduction) -> str:
     with pytest.raises((ConfigError, ProtocolError)) as caught:
-        DeviceTransfers(invitations, 0, DEVICES[0], lambda: None, Deadline.after(PATIENCE_S))
+        DeviceTransfers(invitations, 0, DEVICES[0], lambda: None, lambda: None, Deadline.after(PATIENCE_S))
     return str(caught.value)
 
 
