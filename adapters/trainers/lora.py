@@ -127,7 +127,7 @@ class LoRAProducer(SwitchedProducer):
         for name in parents:
             if name in self._terms and name not in self._merged:
                 self._merged[name] = merge(tensors[name], self._layouts[name], self._terms[name], self._whole)
-        return {**tensors, **self._merged}
+        return {name: self._merged[name] if name in self._merged else tensors[name] for name in parents}
 
     def _check_switches(self, terms: Mapping[str, tuple[Term, ...]]) -> None:
         changed = [name for name in {**self._terms, **terms} if _shown(self._terms, name) != _shown(terms, name)]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -47,15 +48,15 @@ def merge(
     if not local.numel():
         return out
     window, so_far = _window(layout), local
-    with _exact(local.device.type):
-        for term in terms:
-            if _in_one_pass(term, window, out):
-                _add_in_one_pass(term, window, factors, so_far, out)
-            else:
-                if so_far is local:
-                    out.copy_(local)
+    for term in terms:
+        if _in_one_pass(term, window, out):
+            _add_in_one_pass(term, window, factors, so_far, out)
+        else:
+            if so_far is local:
+                out.copy_(local)
+            with _exact(local.device.type):
                 _add(term, window, factors, out)
-            so_far = out
+        so_far = out
     return out
 
 
@@ -78,6 +79,7 @@ def check_mergeable(name: str, layout: Layout, terms: Sequence[Term]) -> None:
             )
 
 
+@lru_cache(1 << 14)
 def _window(layout: Layout) -> _Window:
     cols = math.prod(layout.shape[1:])
     low, high = layout.region.bounds

@@ -225,7 +225,7 @@ class ShardedProducer:
         return sources(module, held)
 
     def _readable(self, parents: Collection[str]) -> Mapping[str, torch.Tensor]:
-        """Local memory, at least of `parents`, with the bytes that the engine is to receive."""
+        """Local memory of `parents`, and perhaps of others, with the bytes that the engine is to receive."""
         return self._opened()
 
     def _local(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Hashable]:

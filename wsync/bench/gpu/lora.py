@@ -42,6 +42,7 @@ def merged(name: str, rounds: int) -> Outcome:
         with in_place(outcome, engine), wsync.connect(actor, engine) as session:
             references = {COPY: copies(outcome.nbytes, 1)}
             outcome.samples = in_turn(session.sync, references, rounds)
+            outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)
             del references
             _check_memory(outcome, session)
             check_tokens(outcome, session, actor, engine, randomize=randomize)
