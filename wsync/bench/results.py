@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wsync.bench import ceilings
-from wsync.bench.gpu import cases, gathered, moonshot, nccl_case, sharded_pull
+from wsync.bench.gpu import cases, gathered, lora, moonshot, nccl_case, sharded_pull
 from wsync.bench.gpu.outcome import COPY
 from wsync.errors import ConfigError
 from wsync.memory.sizes import GIB
@@ -25,6 +25,7 @@ class Kind(Enum):
 
 _FLOORS = {
     COPY: "one copy on the device",
+    lora.MERGES: "the merges by themselves, into float32",
     cases.TWO_COPIES: "two copies on the device",
     cases.CAST: "one pass that reads, casts and writes",
     nccl_case.RAW: "NCCL broadcasts in buffers of 1 GiB",

@@ -17,6 +17,7 @@ from wsync.adapters.engines.vllm_lora import lora_request
 from wsync.bench.gpu import engines, models
 from wsync.bench.gpu.checks import check_tokens, free, in_place, load_directly, outcome_of
 from wsync.bench.gpu.outcome import COPY, Limit, Outcome, copies, in_turn
+from wsync.bench.samples import Way
 from wsync.session import Session
 
 RANK = 16
@@ -27,6 +28,8 @@ _STEEP, _PUSH = 4.0, 0.01
 # Bytes read and written for each element: base 2, sum 4, cast 4 + 2, load 2 + 2. A copy has 4.
 _PASSES = 5.0
 _ULP, _SMALL = 2.0**-7, 1e-6
+
+MERGES = "merges alone"
 
 
 def merged(name: str, rounds: int) -> Outcome:
@@ -40,7 +43,7 @@ def merged(name: str, rounds: int) -> Outcome:
         [model] = engine.collective_rpc("get_model")
         before = {key: tensor.clone() for key, tensor in _base_weights(actor)}
         with in_place(outcome, engine), wsync.connect(actor, engine) as session:
-            references = {COPY: copies(outcome.nbytes, 1)}
+            references = {COPY: copies(outcome.nbytes, 1), MERGES: _merges(actor)}
             outcome.samples = in_turn(session.sync, references, rounds)
             outcome.facts["stages of the last sync, s"] = dict(session.sync().stages)
             del references
@@ -155,6 +158,21 @@ def _check_sums(outcome: Outcome, actor: Any, engine: Any, model: Any) -> None:
         odd += int((difference > _ULP * tensor.float().abs() + _SMALL).sum())
     outcome.facts["elements that are rounded otherwise"] = other
     outcome.checks["weights are W + scaling * B @ A"] = odd == 0
+
+
+def _merges(actor: Any) -> Way:
+    """What wsync's kernel has to do for a sync, into one piece of memory in float32."""
+    from wsync.adapters.trainers.lora_kernel import add_product
+
+    layers = [layer for layer in actor.get_base_model().modules() if hasattr(layer, "lora_A")]
+    parts = [(layer.base_layer.weight.detach(), *(factor.detach() for factor in _factors(layer))) for layer in layers]
+    room = torch.empty(max(base.numel() for base, _, _ in parts), device="cuda")
+
+    def run() -> None:
+        for base, a, b in parts:
+            add_product(base, b, a, _SCALING, room[: base.numel()].view(base.shape))
+
+    return run
 
 
 @torch.no_grad()
