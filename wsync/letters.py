@@ -35,6 +35,7 @@ class Letters:
         own = not isinstance(error, (RankError, PeerError))
         letter = {"words": words, "of another": isinstance(error, RankError), "own": own}
         self.mailbox.put_soon(_key(call, self._rank), letter, Deadline.after(_STORE_S))
+        self.mailbox.put_soon(_flag(call), True, Deadline.after(_STORE_S))
 
     def words(self, call: int, ranks: Sequence[int]) -> Mapping[int, object]:
         """Why those of `ranks` failed that left word about `call`, or another of which they tell."""
@@ -43,6 +44,12 @@ class Letters:
             found = self._read(call, range(self._world_size))
         own = {rank: letter for rank, letter in found.items() if not letter["of another"]}
         return {rank: letter["words"] for rank, letter in (own or found).items()}
+
+    def any(self, call: int) -> bool:
+        """Whether somebody left word about `call`. It costs one question, however many ranks there are."""
+        with suppress(RuntimeError, SyncTimeout):
+            return any(self.mailbox.get_soon([_flag(call)], Deadline.after(_STORE_S)))
+        return False
 
     def reasons(self, call: int) -> Mapping[int, object]:
         """Why ranks gave `call` up that had a reason of their own."""
@@ -54,13 +61,18 @@ class Letters:
         if over := [call for call in self._left if call < before]:
             self._left.difference_update(over)
             with suppress(Exception):  # then they stay: nothing is wrong with that
-                self.mailbox.drop_soon([_key(call, self._rank) for call in over], Deadline.after(_STORE_S))
+                keys = [key for call in over for key in (_key(call, self._rank), _flag(call))]
+                self.mailbox.drop_soon(keys, Deadline.after(_STORE_S))
 
     def _read(self, call: int, ranks: Sequence[int]) -> Mapping[int, Mapping[str, object]]:
         letters: Sequence[Any] = ()
         with suppress(RuntimeError, SyncTimeout):
             letters = self.mailbox.get_soon([_key(call, rank) for rank in ranks], Deadline.after(_STORE_S))
         return {rank: letter for rank, letter in zip(ranks, letters, strict=False) if letter is not None}
+
+
+def _flag(call: int) -> str:
+    return f"failed/{call}"
 
 
 def _key(call: int, rank: int) -> str:

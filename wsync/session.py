@@ -1,7 +1,7 @@
 """One trainer and its engines, connected: the loop that every sync runs through.
 
     all ranks    begin: who is here, which version, which attempt
-    all ranks    look the parameters up
+    all ranks    look the parameters up; where workers pull, owners pause their engines meanwhile
     owners       pause the engine, start its workers
     all ranks    per bucket: acquire slot, stage | go/stop | fill, commit
     owners       drain, join the workers, compare digests
@@ -119,7 +119,7 @@ class Session:
     def release_slots(self) -> None:
         """*Collective.* Give slots, staging, sockets and communicators back until the next sync, which makes new ones.
 
-        When it returns no worker has memory of any rank mapped: freed, it is free.
+        When it returns no worker has memory of any rank mapped, but for one that warns of it: freed, it is free.
 
         Raises `RankError` if another rank did not call.
         """

@@ -117,8 +117,17 @@ class SleepingEngine(ABC):
                 "is taking new weights" if self._is_updating else f"sleeps already ({', '.join(sorted(self._asleep))})"
             )
             raise EngineStateError(f"{self.name} {doing} and cannot go to sleep level 0")
-        self.pause("keep", self._patience())
-        self._asleep, self._resume_at_wake = {SCHEDULING}, True
+        serving = self._reason_not_to_serve() is None
+        try:
+            self.pause("keep", self._patience())
+        except SyncTimeout:  # it may stand still yet: it counts as asleep
+            self._fall_asleep_standing(serving)
+            raise
+        self._fall_asleep_standing(serving)
+
+    def _fall_asleep_standing(self, serving: bool) -> None:
+        """Whoever was torn, void or paused before stays so when it wakes up."""
+        self._asleep, self._resume_at_wake = {SCHEDULING}, serving
         self.guard(self._reason_not_to_serve())
 
     # What the rest of the engine provides.

@@ -10,7 +10,7 @@ from torch import nn
 
 from wsync.adapters.engines.hf_loader import HFLoader
 from wsync.adapters.trainers.lora_adapter import adapter_names, adapter_scalings, layer_prefix
-from wsync.adapters.trainers.lora_layers import Tuned, examine, is_tuned
+from wsync.adapters.trainers.lora_layers import Tuned, examine, is_tuned, model_inside
 from wsync.adapters.trainers.names import held_tensors, modules_by_prefix
 from wsync.errors import MismatchError
 
@@ -27,7 +27,7 @@ def entrances(model: nn.Module) -> list[nn.Module]:
     """The modules of which one is called by every forward: PEFT's `generate` goes past its own model."""
     if not is_tuned(model):
         return [model]
-    inner = examine(model, list(held_tensors(model))).model
+    inner = model_inside(model)
     return [model] if inner is model else [model, inner]
 
 

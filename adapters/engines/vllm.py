@@ -18,7 +18,7 @@ from wsync.adapters.engines.vllm_worker import worker_of
 from wsync.background import Background
 from wsync.config import PauseMode
 from wsync.deadline import Deadline
-from wsync.errors import EngineStateError, WsyncError
+from wsync.errors import EngineStateError, SyncTimeout, WsyncError
 from wsync.plan import TensorSpec
 from wsync.protocols import Manifest
 
@@ -122,8 +122,14 @@ class VLLMEngine(VLLMControl):
             self._run("abort its requests", lambda: engine.abort_request(unfinished, internal=True), deadline)
         elif unfinished and not self._held:
             # Between calls the engine core goes on with them by itself: it must not, from old caches.
-            self._run("freeze its requests", lambda: engine.sleep(level=0, mode="keep"), deadline)
             self._held = True
+            try:
+                self._run("freeze its requests", lambda: engine.sleep(level=0, mode="keep"), deadline)
+            except SyncTimeout:
+                raise  # it may freeze them yet
+            except BaseException:
+                self._held = False
+                raise
 
     def on_resume(self, deadline: Deadline) -> None:
         """Go on with requests that were frozen."""

@@ -16,7 +16,7 @@ from torch import nn
 from wsync.adapters.trainers.deepspeed import DeepSpeedProducer
 from wsync.adapters.trainers.fsdp import FSDPProducer
 from wsync.adapters.trainers.fsdp1 import FSDP1Producer
-from wsync.adapters.trainers.lora_layers import Term, Tuned, examine, is_tuned
+from wsync.adapters.trainers.lora_layers import Term, examine, is_tuned, model_inside
 from wsync.adapters.trainers.lora_merge import check_mergeable, merge
 from wsync.adapters.trainers.lora_switches import SwitchedProducer
 from wsync.adapters.trainers.module import ModuleProducer
@@ -46,7 +46,7 @@ class LoRAProducer(SwitchedProducer):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._factors = LoRAFactors(module)
-        self._tuned: Tuned | None = None
+        self._seen: Mapping[str, tuple[Term, ...]] = {}  # at the last close look
         self._terms: Mapping[str, tuple[Term, ...]] = {}
         self._whole: Mapping[str, torch.Tensor] = {}
         self._merged: dict[str, torch.Tensor] = {}
@@ -61,7 +61,7 @@ class LoRAProducer(SwitchedProducer):
     def metadata(self) -> Sequence[TensorSpec]:
         """See `wsync.Producer`. Raises `UnsupportedError` naming the layer that cannot be merged."""
         specs = super().metadata()
-        self._terms = self._seen().terms
+        self._terms = self._seen
         for name, terms in self._terms.items():
             check_mergeable(name, self._layouts[name], terms)
         self._factors.metadata()
@@ -77,7 +77,7 @@ class LoRAProducer(SwitchedProducer):
     def open(self) -> None:
         """See `wsync.Producer`. *Collective* where factors are sharded: gathers them."""
         super().open()
-        terms = self._seen().terms
+        terms = self._seen
         if terms is not self._terms:
             self._check_switches(terms)
         self._terms = terms
@@ -102,11 +102,12 @@ class LoRAProducer(SwitchedProducer):
 
     def _held(self, module: nn.Module) -> Mapping[str, Held]:
         held = super()._held(module)
-        self._tuned = tuned = examine(module, list(held))
+        tuned = examine(module, list(held))
+        self._seen = tuned.terms
         return {clean: held[name] for name, clean in tuned.names.items()}
 
     def _sources(self, module: nn.Module, held: Mapping[str, Held]) -> list[Source]:
-        return sources(self._seen().model, _untie(held, self._seen().terms))
+        return sources(model_inside(module), _untie(held, self._seen))
 
     def exposes(self, name: str) -> bool:
         """See `wsync.protocols.pull.ExportingProducer`. What is merged lies nowhere."""
@@ -136,10 +137,6 @@ class LoRAProducer(SwitchedProducer):
                 f"{len(changed)} tensors of {self._kind} have other active adapters than at connect: "
                 f"{first_five(changed)}; connect again"
             )
-
-    def _seen(self) -> Tuned:
-        assert self._tuned is not None
-        return self._tuned
 
 
 class LoRAFactors(SwitchedProducer):

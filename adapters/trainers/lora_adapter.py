@@ -9,8 +9,8 @@ from torch import nn
 
 from wsync.adapters.trainers.lora import combined
 from wsync.adapters.trainers.lora_layers import Term, Tuned, examine, is_tuned
-from wsync.adapters.trainers.lora_switches import SwitchedProducer
 from wsync.adapters.trainers.names import Held, Source, as_held
+from wsync.adapters.trainers.sharded import ShardedProducer
 from wsync.errors import UnsupportedError, first_five
 from wsync.plan import TensorSpec
 
@@ -21,11 +21,16 @@ SCALING = "lora_scaling"
 """Beside `lora_A` and `lora_B` of a layer: a float32 scalar, the factor of their product. No file of PEFT's has it."""
 
 
-class AdapterProducer(SwitchedProducer):
+class AdapterProducer(ShardedProducer):
     """Exports the active adapter of a module under PEFT LoRA: A, B, scalings, magnitudes and copies of whole modules.
 
     All tensors of a layer are one atomic group.
     """
+
+    # Scalings are tensors that are made at each look: no glance would know them again.
+    _look_quickly = ShardedProducer._look_quickly
+    _look_closely = ShardedProducer._look_closely
+    confirm = ShardedProducer.confirm
 
     def __new__(cls, module: nn.Module) -> "AdapterProducer":
         """A producer for the way in which `module` is sharded."""

@@ -45,11 +45,8 @@ class Term:
 class Tuned:
     """A module under LoRA, as the model that it would be once merged."""
 
-    model: nn.Module
-    """The user's model inside, whose modules PEFT has wrapped."""
-
     root: str
-    """What the names of that model's tensors begin with in the module."""
+    """What the names of the tensors of the user's model begin with in the module."""
 
     names: Mapping[str, str]
     """Name in the module -> name in the model, of the tensors that the merged model has."""
@@ -79,7 +76,7 @@ def examine(module: nn.Module, held: Sequence[str]) -> Tuned:
     Raises `UnsupportedError` naming the layer and what of it cannot be merged.
     """
     peft = sys.modules["peft"]
-    model = _model_inside(module, peft)
+    model = model_inside(module)
     modules = list(modules_by_prefix(module))
     root = next(prefix for prefix, child in modules if child is model)
     inner: dict[str, tuple[str, ...]] = {}
@@ -92,12 +89,12 @@ def examine(module: nn.Module, held: Sequence[str]) -> Tuned:
         if _is(child, peft.tuners.lora.LoraLayer):
             terms |= _layer_terms(prefix, child, known)
     names = {name: clean for name in held if (clean := _name_in_model(name, root, inner)) is not None}
-    return Tuned(model=model, root=root, names=names, terms={names[name]: found for name, found in terms.items()})
+    return Tuned(root=root, names=names, terms={names[name]: found for name, found in terms.items()})
 
 
-def _model_inside(module: nn.Module, peft: ModuleType) -> nn.Module:
-    """The user's model. Raises `UnsupportedError` for what is no LoRA."""
-    outer = unwrap(module)
+def model_inside(module: nn.Module) -> nn.Module:
+    """The user's model, whose modules PEFT has wrapped. Raises `UnsupportedError` for what is no LoRA."""
+    peft, outer = sys.modules["peft"], unwrap(module)
     if isinstance(outer, peft.PeftMixedModel):
         raise UnsupportedError("a PeftMixedModel cannot be exported; use a PeftModel with LoRA adapters only")
     if not isinstance(outer, peft.PeftModel):

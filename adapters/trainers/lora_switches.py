@@ -40,16 +40,24 @@ class Switches:
         peft = sys.modules["peft"]
         kinds = {peft.tuners.tuners_utils.BaseTunerLayer, peft.utils.other.AuxiliaryTrainingWrapper}
         layers = [child for child in module.modules() if not kinds.isdisjoint(type(child).__mro__)]
-        self._layers = [weakref.ref(layer) for layer in (*layers, unwrap(module))]
+        outer = unwrap(module)
+        models = [outer] if isinstance(outer, peft.PeftModel) else []  # any other has methods of these names
+        self._switches = [
+            *((weakref.ref(model), _active) for model in models),
+            *((weakref.ref(layer), _position) for layer in layers),
+        ]
 
     def positions(self) -> Sequence[Hashable]:
         """Equal to what was seen before only if nothing has been switched, scaled, or dropped since."""
-        return [object() if (layer := ref()) is None else _position(layer) for ref in self._layers]
+        return [object() if (module := ref()) is None else look(module) for ref, look in self._switches]
+
+
+def _active(module: Any) -> Hashable:
+    return tuple(module.active_adapters)
 
 
 def _position(layer: Any) -> Hashable:
     found = vars(layer)
     variants = {adapter: type(variant) for adapter, variant in found.get("lora_variant", {}).items()}
     scales = (tuple(settings.items()) for settings in (found.get("scaling", {}), found.get("lora_bias", {}), variants))
-    active = getattr(layer, "active_adapters", ())
-    return tuple(active), getattr(layer, "disable_adapters", False), tuple(found.get("merged_adapters", ())), *scales
+    return _active(layer), bool(layer.disable_adapters), tuple(found.get("merged_adapters", ())), *scales

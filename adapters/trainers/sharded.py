@@ -166,10 +166,14 @@ class ShardedProducer:
         exchange, deadline = self._exchanges[bucket.index], Deadline.after(group.timeout_s)
         near, first = self._near(exchange, slot), bucket.index not in self._filled
         self._filled.add(bucket.index)
-        exchange.fill(self._buffers(), near, group, deadline, first=first)
-        if slot is not None and near is not None and near is not slot:
-            group.settle(deadline)  # hears of deaths, which the copy does not
-            slot[: bucket.nbytes].copy_(near[: bucket.nbytes])
+        try:
+            exchange.fill(self._buffers(), near, group, deadline, first=first)
+            if slot is not None and near is not None and near is not slot:
+                group.settle(deadline)  # hears of deaths, which the copy does not
+                slot[: bucket.nbytes].copy_(near[: bucket.nbytes])
+        except BaseException:
+            self._boxes = self._beside = None  # a transfer that was given up may still write there
+            raise
 
     @torch.no_grad()
     def digests(self, names: Sequence[str]) -> Sequence[int]:

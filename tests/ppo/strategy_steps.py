@@ -86,7 +86,7 @@ def accumulated(me: Rank, options: str) -> list[tuple[str, bool, list[bool]]]:
         for role in roles:
             loss = role.model(input_ids=TOKENS + me.rank).logits.square().mean()
             strategy.backward(loss, role.model, role.optimizer)
-            norm = strategy.optimizer_step(role.optimizer, role.model, role.scheduler, name=role.name)
+            norm = strategy.optimizer_step(role.optimizer, role.model, role.scheduler)
             now = [shards(one.model) for one in roles]
             moved = [not all(map(_same_bits, *pair)) for pair in zip(before, now, strict=True)]
             found.append((role.name, norm is not None and norm > 0, moved))

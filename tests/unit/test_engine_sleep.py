@@ -190,6 +190,45 @@ def test_a_sync_at_level_0_does_not_wake_it() -> None:
     assert engine.reason is None
 
 
+def test_level_0_does_not_let_a_torn_engine_go_on() -> None:
+    engine = FreezingEngine()
+    engine.version()
+    engine.pause("keep", soon())
+    fail_update(engine)
+    engine.abort("a", "it failed", soon(), tear=True)
+    engine.sleep(0)
+    engine.wake_up()
+    assert "holds no consistent version" in str(engine.reason)
+    assert engine.hooks == ["pause keep", "pause keep"]
+
+
+def test_an_engine_that_was_paused_before_level_0_is_paused_after_it() -> None:
+    engine = FreezingEngine()
+    engine.pause("keep", soon())
+    engine.sleep(0)
+    engine.wake_up()
+    assert "is paused for a sync; call resume" in str(engine.reason)
+    engine.resume()
+    assert engine.hooks == ["pause keep", "pause keep", "resume"]
+    assert engine.reason is None
+
+
+def test_level_0_without_an_answer_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = FreezingEngine()
+
+    def stalled(mode: PauseMode, deadline: Deadline) -> None:
+        raise SyncTimeout("gave up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "on_pause", stalled)
+        with pytest.raises(SyncTimeout):
+            engine.sleep(0)
+    assert "asleep (scheduling)" in str(engine.reason)
+    engine.wake_up()
+    assert engine.hooks == ["resume"]
+    assert engine.reason is None
+
+
 def test_levels_are_not_mixed() -> None:
     engine = FreezingEngine()
     with pytest.raises(EngineStateError, match="takes no tags"):

@@ -1,12 +1,15 @@
 """A module under PEFT is not looked at closely at every sync, and whatever changes about it is seen all the same."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import wsync
 from wsync.adapters.trainers.sharded import ShardedProducer
@@ -76,6 +79,52 @@ def test_what_changed_arrives(change: Callable[[Any], None], looks: list[str]) -
         session.sync()
         assert torch.equal(linear.weight, merged(model))
         assert bool(looks) is (change is not trained)
+
+
+def llama() -> LlamaForCausalLM:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_key_value_heads=1, **sizes))
+
+
+@pytest.mark.parametrize("how", ["add_adapter", "inject", "get_peft_model"])
+def test_a_model_of_transformers_with_adapters(how: str, looks: list[str]) -> None:
+    """It has methods by the names of what PEFT's own models and layers have as attributes."""
+    model, settings = llama(), LoraConfig(r=2, target_modules=["q_proj"])
+    actor: Any = model
+    if how == "add_adapter":
+        model.add_adapter(settings)
+    elif how == "inject":
+        inject_adapter_in_model(settings, model)
+    else:
+        actor = get_peft_model(model, settings)
+    served = llama()
+    with wsync.connect(actor, served) as session:
+        for _ in range(2):
+            session.sync()
+        looks.clear()
+        session.sync()
+        assert not looks
+        with torch.no_grad():
+            layer = next(child for name, child in model.named_modules() if name.endswith("q_proj"))
+            layer.lora_B["default"].weight.normal_()
+        session.sync()
+    expected = layer.base_layer.weight + layer.get_delta_weight("default")
+    assert torch.equal(served.model.layers[0].self_attn.q_proj.weight, expected)
+
+
+@pytest.mark.parametrize("outer", [True, False], ids=["PeftModel", "a module with layers of PEFT's"])
+def test_a_session_does_not_keep_the_model(outer: bool) -> None:
+    model = llama()
+    actor: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])) if outer else model
+    if not outer:
+        inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), model)
+    remembered, served = weakref.ref(model), llama()
+    with wsync.connect(actor, served) as session:
+        for _ in range(3):
+            session.sync()
+        del actor, model
+        gc.collect()
+        assert remembered() is None
 
 
 def test_adapters_that_are_switched_off_are_refused_at_the_next_sync() -> None:

@@ -3,15 +3,18 @@
 import gc
 import weakref
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from wsync.adapters.trainers.exchange import Exchange
 from wsync.adapters.trainers.module import ModuleProducer
 from wsync.digest import digest, word_bytes
-from wsync.errors import ClosedError, MismatchError, ProtocolError, UnsupportedError
+from wsync.errors import ClosedError, MismatchError, ProtocolError, TransportError, UnsupportedError
 from wsync.group import Group
 from wsync.plan import Plan, TensorSpec
 
@@ -334,3 +337,31 @@ def test_what_is_conjugated_without_a_copy_is_referenced_as_it_shows() -> None:
             assert same_bits(tensor, getattr(module, meta.name).detach().resolve_neg())
         producer.close()
         next(module.parameters()).data = torch.randn(6, dtype=torch.complex64).conj()
+
+
+def test_boxes_of_a_fill_that_failed_are_never_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that was given up may still write into them, while the next sync goes on."""
+    used: list[tuple[torch.Tensor, torch.Tensor]] = []
+    healthy = Exchange.fill
+
+    def fill(self: Exchange, boxes: tuple[torch.Tensor, torch.Tensor], *others: Any, **more: Any) -> None:
+        used.append(boxes)
+        if len(used) == 2:
+            raise TransportError("given up")
+        healthy(self, boxes, *others, **more)
+
+    monkeypatch.setattr(Exchange, "fill", fill)
+    module = nn.Linear(8, 8)
+    producer, plan = prepared(module, 1 << 20)
+    [bucket] = plan.buckets
+    slot = torch.empty(bucket.nbytes, dtype=torch.uint8)
+    for number in range(4):
+        producer.open()
+        producer.stage(bucket, slot)
+        with pytest.raises(TransportError) if number == 1 else nullcontext():
+            producer.fill(bucket, slot)
+        producer.close()
+    assert used[0] is used[1]
+    assert used[2] is used[3]
+    assert used[1] is not used[2]
+    assert all(one is not other for one, other in zip(used[1], used[2], strict=True))

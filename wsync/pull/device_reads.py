@@ -41,7 +41,7 @@ class DeviceMemories:
         return DeviceReads(pairs, self._tensors, self._device, self._readers)
 
     def close(self) -> None:
-        """See `Memories`. What is queued is waited for: it may still read."""
+        """See `Memories`. What is queued is waited for, as `Readers.release` does."""
         self._readers.release(list(self._tensors))
         self._tensors.clear()
 

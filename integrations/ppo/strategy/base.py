@@ -97,9 +97,10 @@ class Strategy(Ranks, ABC):
 
     @abstractmethod
     def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model") -> float | None:
-        """*Collective.* Count a micro-batch of `name`, one for each model; the last one of a step makes that step.
+        """*Collective.* Count a micro-batch of this optimizer's model; the last one of a step makes that step.
 
-        It clips this model's gradients, and this model's alone, steps and zeroes them. Returns their norm, else None.
+        `name` is a label, as trainers written for others pass it. It clips this model's gradients, and this model's
+        alone, steps and zeroes them. Returns their norm, else None.
         """
 
     @abstractmethod

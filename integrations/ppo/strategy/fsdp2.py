@@ -15,7 +15,7 @@ from integrations.ppo.arguments import Arguments
 from integrations.ppo.strategy.base import Strategy
 from integrations.ppo.strategy.master_weights import to_bfloat16
 from integrations.ppo.strategy.optimizers import adamw, scheduler
-from integrations.ppo.strategy.roles import Role
+from integrations.ppo.strategy.roles import Role, role_of
 
 
 class FSDPV2Strategy(Strategy):
@@ -40,10 +40,11 @@ class FSDPV2Strategy(Strategy):
 
     def optimizer_step(self, optimizer: Any, model: Any, scheduler: Any, name: str = "model") -> float | None:
         """See `Strategy`."""
-        self._accumulated[name] += 1
-        if self._accumulated[name] < self.micro_batches:
+        whose = role_of(self.roles, optimizer).name
+        self._accumulated[whose] += 1
+        if self._accumulated[whose] < self.micro_batches:
             return None
-        self._accumulated[name] = 0
+        self._accumulated[whose] = 0
         norm = nn.utils.clip_grad_norm_(model.parameters(), self.args.max_norm)
         optimizer.step()
         scheduler.step()
