@@ -353,11 +353,10 @@ def test_a_child_that_was_forked_does_not_keep_the_connection(engine: FakeEngine
         remote = reach(served)
         remote.pause("wait", soon())
         remote.begin(1, "a", soon(), digest=False)
-        loader = os.fork()
-        if not loader:
+        if not os.fork():
+            theirs.sendall(struct.pack("!I", os.getpid()))  # only now is the fork over on this side, too
             theirs.recv(1)
             os._exit(0)
-        theirs.sendall(struct.pack("!I", loader))
         signal.pause()
     (loader,) = struct.unpack("!I", ours.recv(4))
     try:
