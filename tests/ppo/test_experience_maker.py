@@ -1,5 +1,6 @@
 """From answers to experience: who is asked in which order, and that micro-batches do not matter."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -103,6 +104,8 @@ def test_the_gap_is_that_of_the_worst_token_of_all() -> None:
     agreeing[2].engine_log_probs[1] += 0.5
     agreeing[3].engine_log_probs[0] -= 0.25
     assert maker.make(agreeing)[1]["engine_gap"] == pytest.approx(0.5, abs=1e-5)
+    agreeing[0].engine_log_probs[2] = math.nan
+    assert maker.make(agreeing)[1]["engine_gap"] == math.inf, "what is no number agrees with nothing"
 
 
 @pytest.mark.parametrize("more", [{"gamma": 0.5}, {"lambd": 0.5}, {"whiten_advantages": True}])
