@@ -36,3 +36,11 @@ def test_the_toys_reward_wants_bytes() -> None:
     with pytest.raises(ConflictError, match="some/model has others: --reward"):
         models.check(args, OtherTokens(), None)
     models.check(Arguments(pretrain="some/model", reward=["a:b"]), OtherTokens(), None)
+
+
+def test_adapters_are_on_the_output_layer_too() -> None:
+    """By default: the runs that show that LoRA learns have them so."""
+    args = Arguments(lora_rank=4)
+    trained = {name for name, one in models.adapted(args, models.policy(args)).named_parameters() if one.requires_grad}
+    assert all("lora_" in name for name in trained)
+    assert {"lm_head.lora_A", "lm_head.lora_B"} <= {".".join(name.split(".")[-4:-2]) for name in trained}
