@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from integrations.ppo import conflicts
@@ -14,6 +15,11 @@ TOY_REWARDS = ("integrations.ppo.toy:lowercase_fraction",)
 def option(default: Any, text: str) -> Any:
     """A field with a default and the line that `--help` prints for it."""
     return field(default=default, metadata={"help": text})
+
+
+def is_url(reward: str) -> bool:
+    """Whether a `--reward` is a server."""
+    return reward.startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +141,31 @@ class Arguments:
     def has_reference(self) -> bool:
         """Whether there is a KL."""
         return self.init_kl_coef > 0
+
+    @property
+    def has_frozen_models(self) -> bool:
+        """Whether a model is there that is not trained."""
+        return self.has_reference or any(Path(one).is_dir() for one in self.reward)
+
+    @property
+    def asks_servers(self) -> bool:
+        """Whether a reward comes over HTTP."""
+        return any(is_url(one) for one in self.reward)
+
+    @property
+    def has_warmup(self) -> bool:
+        """Whether the scheduler knows one: transformers' constant one leaves its steps out."""
+        return self.lr_scheduler != "constant"
+
+    @property
+    def reads_data(self) -> bool:
+        """Whether there are prompts beside those of the toy task."""
+        return bool(self.prompt_data or self.eval_data)
+
+    @property
+    def engine_takes_memory(self) -> bool:
+        """Whether the engine reserves a share of a GPU."""
+        return self.engine_type != "hf"
 
     @property
     def engine_sleeps(self) -> bool:

@@ -65,6 +65,12 @@ WITHOUT_EFFECT = (
     ("kl_target", "--kl_target", ("kl_horizon",)),
     ("engine_sleeps", "an engine that sleeps, which --disable_engine_sleep keeps it from", ("engine_sleep_level",)),
     ("evaluates", "--eval_every or --eval_before_train", ("eval_data",)),
+    ("reads_data", "--prompt_data or --eval_data", ("input_key", "label_key")),
+    ("asks_servers", "a --reward that is a URL", ("remote_reward_timeout_s", "remote_reward_retries")),
+    ("has_frozen_models", "a reference or a reward model", ("initial_model_shard_size",)),
+    ("has_warmup", "an --lr_scheduler that warms up", ("lr_warmup_steps",)),
+    ("engine_takes_memory", "--engine_type vllm or sglang", ("engine_mem_util",)),
+    ("log_dir", "--log_dir", ("plot_every",)),
     ("ckpt_dir", "--ckpt_dir", ("save_every",)),
     ("save_path", "--save_path", ("ema_decay",)),
 )

@@ -166,8 +166,9 @@ class ExperienceMaker:
             {"count": float(len(rollouts)), **{n: float(t) for n, t in mine.items()}}, "sum"
         )
         numbers = {name: sums[name] / sums["count"] for name in mine}
-        gap = max((float((one.engine_log_probs - one.log_probs).abs().max()) for one in scored), default=0.0)
-        return {**numbers, **self._strategy.all_reduce({"engine_gap": gap}, "max")}
+        gaps = [(one.engine_log_probs - one.log_probs).abs().max() for one in scored]
+        gap = torch.stack([torch.zeros(()), *gaps]).nan_to_num(nan=torch.inf).max()  # a maximum over ranks may drop NaN
+        return {**numbers, **self._strategy.all_reduce({"engine_gap": float(gap)}, "max")}
 
 
 def _of_engine(rollouts: Sequence[Rollout], actions: torch.Tensor) -> torch.Tensor:

@@ -64,17 +64,15 @@ def critic(args: Arguments) -> Any:
 
     Without transformers' dropout before the head: values in training must be comparable with recorded ones.
     """
-    from transformers import AutoModelForTokenClassification
+    from transformers import AutoConfig, AutoModelForTokenClassification
 
     path = args.critic_pretrain or args.pretrain
+    config = AutoConfig.from_pretrained(path) if path else _toy(args)
+    config.num_labels, config.classifier_dropout = 1, 0.0
     with kept_random_state():
         torch.manual_seed(args.seed + 1)
         if path:
-            return AutoModelForTokenClassification.from_pretrained(
-                path, num_labels=1, classifier_dropout=0.0, dtype=torch.float32
-            )
-        config = _toy(args)
-        config.num_labels, config.classifier_dropout = 1, 0.0
+            return AutoModelForTokenClassification.from_pretrained(path, config=config, dtype=torch.float32)
         return AutoModelForTokenClassification.from_config(config)
 
 

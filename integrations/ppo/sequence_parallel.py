@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
+from integrations.ppo.errors import ConflictError
 from integrations.ppo.groups import engine_groups
 
 ATTENTION = "ulysses"
@@ -58,12 +59,21 @@ class SequenceParallel:
         attention_mask: None,
         scaling: float | None = None,
         dropout: float = 0.0,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, None]:
         """transformers' interface: `[batch, heads, slice, head_dim]` -> `[batch, slice, heads, head_dim]`.
 
         Padding is on the right: no token that counts sees it, and causality is all the mask that is needed.
+
+        Raises `ConflictError` for a model that attends in another way: its numbers would be wrong.
         """
+        windowed = sliding_window is not None and sliding_window < query.shape[2] * self.size
+        for other, said in ((windowed, "a window"), (softcap is not None, "a cap"), (s_aux is not None, "sinks")):
+            if other:
+                raise ConflictError(f"--sp_size attends to all that is before a token; this model has {said}")
         repeats = query.shape[1] // key.shape[1]
         if key.shape[1] % self.size:  # else each rank gets whole groups of heads
             key, value = (one.repeat_interleave(repeats, 1) for one in (key, value))

@@ -1,6 +1,8 @@
 """What the tests of memory have two ranks do."""
 
+import io
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import pytest
@@ -94,7 +96,8 @@ def engine_states(me: Rank, options: str) -> Facts:
             facts[when] = said.output_token_ids
 
         note("no engine")
-        facts["without an engine"] = strategy.update_engine_weights(actor)
+        with redirect_stdout(io.StringIO()) as printed:
+            facts["without an engine"] = (strategy.update_engine_weights(actor), printed.getvalue())
         strategy.setup_inference_engine(args, "hf", actor, folder)
         note("set up")
         if strategy.is_rank_0:

@@ -1,5 +1,11 @@
 """Rewards for tests."""
 
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
 from integrations.ppo.experience import Rollout
 
 
@@ -11,3 +17,13 @@ def prompt_length(rollout: Rollout) -> float:
 def labelled(rollout: Rollout) -> float:
     """Whether the label is the prompt."""
     return float(rollout.label == rollout.prompt)
+
+
+def drawing(rollout: Rollout) -> float:
+    """Nothing, at the cost of every random state."""
+    return 0.0 * (random.random() + np.random.rand() + torch.rand(()).item())
+
+
+def last(rewards: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Of several rewards."""
+    return rewards[-1]

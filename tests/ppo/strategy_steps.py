@@ -3,6 +3,7 @@
 import io
 from collections.abc import Callable
 from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import wsync
-from integrations.ppo import models
+from integrations.ppo import models, toy
 from integrations.ppo.engines.base import SamplingParams
 from integrations.ppo.prompts import from_toy
+from integrations.ppo.sequence_parallel import ATTENTION, SequenceParallel
 from integrations.ppo.shards import shards
 from integrations.ppo.strategy import get_strategy
 from integrations.ppo.strategy.base import Strategy
@@ -226,3 +228,25 @@ def sharded(me: Rank) -> Facts:
     deepspeed = get_strategy(arguments("--zero_stage 3"))
     found["deepspeed"] = words_of(lambda: deepspeed.prepare_model(models.policy(strategy.args), is_training=True))
     return found
+
+
+def attending(me: Rank) -> list[str | bool]:
+    """Whether attention over slices is the model's own with a window that is wide enough; what it says of others."""
+    from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
+
+    SequenceParallel(1)
+    small = toy.config(32).to_dict() | {"head_dim": 32}
+    del small["model_type"], small["architectures"]
+    wide, narrow = (MistralConfig(**small | {"sliding_window": window}) for window in (8, 4))
+    own, sliced, windowed, capped = (
+        AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        for config, attention in (
+            (wide, "sdpa"),
+            (wide, ATTENTION),
+            (narrow, ATTENTION),
+            (Gemma2Config(**small), ATTENTION),
+        )
+    )
+    sliced.load_state_dict(own.state_dict())
+    same = torch.allclose(sliced(input_ids=TOKENS).logits, own(input_ids=TOKENS).logits, atol=1e-5)
+    return [same, *(words_of(partial(model, input_ids=TOKENS)) for model in (windowed, capped))]

@@ -105,6 +105,14 @@ def test_an_unknown_option_is_an_error() -> None:
         ("--advantage_estimator group_norm --n_samples_per_prompt 2 --gamma 0.9", "without a critic"),
         ("--eval_data x.jsonl", "without --eval_every"),
         ("--prompt_data x.jsonl --pretrain x --eval_every 1", "pass --eval_data"),
+        ("--input_key question", "without --prompt_data or --eval_data"),
+        ("--eval_every 1 --label_key answer", "without --prompt_data or --eval_data"),
+        ("--remote_reward_timeout_s 5", "without a --reward that is a URL"),
+        ("--remote_reward_retries 0 --reward a:http", "without a --reward that is a URL"),
+        ("--init_kl_coef 0 --initial_model_shard_size 1", "without a reference or a reward model"),
+        ("--lr_scheduler constant --lr_warmup_steps 5", "without an --lr_scheduler that warms up"),
+        ("--engine_type hf --engine_mem_util 0.8", "without --engine_type vllm or sglang"),
+        ("--plot_every 5", "without --log_dir"),
         ("--steps 0", "--eval_before_train"),
         ("--gamma 1.5", "above 1"),
         ("--engine_mem_util 1.5", "above 1"),
@@ -117,6 +125,21 @@ def test_conflicts_raise(argv: str, words: str) -> None:
     """R71 among them: --fsdp_cpu_offload was seen to clear --adam_offload in one place, and not where it is read."""
     with pytest.raises(ConflictError, match=words):
         parse(argv.split())
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "--eval_every 1 --eval_data x.jsonl --input_key question --label_key answer",
+        "--reward a:b https://judge --remote_reward_timeout_s 5 --remote_reward_retries 0",
+        "--init_kl_coef 0 --initial_model_shard_size 1 --reward .",
+        "--lr_scheduler linear --lr_warmup_steps 5",
+        "--engine_type sglang --engine_mem_util 0.8",
+        "--plot_every 5 --log_dir x",
+    ],
+)
+def test_what_has_an_effect_is_taken(argv: str) -> None:
+    parse(argv.split())
 
 
 def test_batches_that_do_not_go_over_the_ranks() -> None:

@@ -7,8 +7,16 @@ from wsync.testing.ranks import run_ranks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharding", ["--fsdp", pytest.param("--zero_stage 2", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        "--fsdp",
+        pytest.param("--zero_stage 2", marks=pytest.mark.matrix),
+        pytest.param("--fsdp --lora_rank 16 --actor_learning_rate 1e-2", marks=pytest.mark.matrix),
+    ],
+)
 def test_an_engine_after_a_sync_is_a_fresh_one(sharding: str) -> None:
+    """The fresh one starts from what `--save_path` gets: LoRA is merged there as well."""
     options = f"{sharding} --bf16 --engine_type hf --steps 1"
     found = run_ranks(beside_fresh, 2, options, timeout_s=200)
     for facts in found:

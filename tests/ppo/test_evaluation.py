@@ -10,8 +10,12 @@ from wsync.testing.ranks import run_ranks
 
 @pytest.mark.slow
 def test_evaluation() -> None:
-    """R83. R67: it was seen to be of one rank, to sample as training does, and to move a normaliser."""
-    options = "--fsdp --engine_type hf --steps 1 --temperature 0.7 --reward tests.ppo.rules:prompt_length"
+    """R83. R67: it was seen to be of one rank, to sample as training does, and to move a normaliser.
+
+    Random states are given back, whoever draws.
+    """
+    judges = "tests.ppo.rules:prompt_length tests.ppo.rules:drawing"
+    options = f"--fsdp --engine_type hf --steps 1 --temperature 0.7 --reward {judges}"
     facts = run_ranks(evaluated, 2, options, timeout_s=200)
     for one in facts:
         assert one["temperatures"] == [0.0, 0.0], "of both evaluations"

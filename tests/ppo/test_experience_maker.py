@@ -1,5 +1,6 @@
 """From answers to experience: who is asked in which order, and that micro-batches do not matter."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -103,6 +104,8 @@ def test_the_gap_is_that_of_the_worst_token_of_all() -> None:
     agreeing[2].engine_log_probs[1] += 0.5
     agreeing[3].engine_log_probs[0] -= 0.25
     assert maker.make(agreeing)[1]["engine_gap"] == pytest.approx(0.5, abs=1e-5)
+    agreeing[0].engine_log_probs[2] = math.nan
+    assert maker.make(agreeing)[1]["engine_gap"] == math.inf, "what is no number agrees with nothing"
 
 
 @pytest.mark.parametrize("more", [{"gamma": 0.5}, {"lambd": 0.5}, {"whiten_advantages": True}])
@@ -118,3 +121,41 @@ def test_kl_is_in_the_reward_or_in_the_loss() -> None:
     in_loss = advantages(Arguments(use_kl_loss=True))
     assert torch.equal(in_loss, advantages(Arguments(), kl_coef=0.0))
     assert not torch.allclose(in_loss, advantages(Arguments()), atol=1e-3)
+
+
+GROUPS: dict[str, Any] = {"advantage_estimator": "group_norm", "n_samples_per_prompt": 2}
+
+
+def test_answers_to_one_prompt_are_compared_with_each_other() -> None:
+    """Rewards are lengths, 3 and 1, 4 and 2: half of two is the deviation."""
+    rows = made(Arguments(**GROUPS), OneRank(), kl_coef=0.0)
+    said = [row.advantages[row.action_mask].tolist() for row in rows]
+    each = [0.5**0.5, -(0.5**0.5)] * 2
+    for found, one, wanted in zip(said, ROLLOUTS, each, strict=True):
+        assert found == pytest.approx([wanted] * len(one.response_ids), abs=1e-5)
+    assert not any(row.returns.any() for row in rows)
+
+
+def test_the_kl_of_an_answer_is_compared_as_its_reward_is() -> None:
+    rows = made(Arguments(**GROUPS), OneRank(), kl_coef=5.0)
+    kl = [float((row.log_probs - row.reference_log_probs)[row.action_mask].sum()) for row in rows]
+    totals = [len(one.response_ids) - 5 * some for one, some in zip(ROLLOUTS, kl, strict=True)]
+    signs = [1.0 if totals[0] > totals[1] else -1.0, 1.0 if totals[2] > totals[3] else -1.0]
+    assert signs != [1.0, 1.0], "KL changed no order, and this shows nothing"
+    wanted = [signs[0] * 0.5**0.5, -signs[0] * 0.5**0.5, signs[1] * 0.5**0.5, -signs[1] * 0.5**0.5]
+    assert [float(row.advantages[row.action_mask][0]) for row in rows] == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, GROUPS, {"whiten_advantages": True}])
+def test_answers_that_are_not_grouped_and_a_rank_without_any(options: dict[str, Any]) -> None:
+    """As in an evaluation."""
+    strategy: Any = OneRank()
+    judges = RewardComputationEngine([RuleReward(lambda _: 1.0)])
+    maker = ExperienceMaker(Arguments(**options), strategy, tokenizer(Arguments()), judges, FIXED)
+    experience, numbers = maker.make(ROLLOUTS[:3], grouped=False)
+    assert sum(len(one.sequences) for one in experience) == 3
+    assert numbers["reward"] == 1
+    if options is GROUPS:
+        assert not any(one.advantages.any() for one in experience)
+    strategy.all_reduce = lambda numbers, op: {**numbers, "count": 7.0} if isinstance(numbers, dict) else numbers
+    assert maker.make([], grouped=False)[0] == []

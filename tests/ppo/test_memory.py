@@ -102,7 +102,7 @@ def test_the_engine_wakes_and_sleeps(level: int) -> None:
     R54, R55: which it is is said by the level, whatever the engine would drop by itself.
     """
     asleep, awake = "SLEEPED 0", "WAKEUP 1"
-    for seen in run_ranks(engine_states, 2, f"--engine_sleep_level {level}", timeout_s=120):
+    for rank, seen in enumerate(run_ranks(engine_states, 2, f"--engine_sleep_level {level}", timeout_s=120)):
         assert seen["states"] == {
             "no engine": asleep,
             "set up": asleep,
@@ -113,7 +113,7 @@ def test_the_engine_wakes_and_sleeps(level: int) -> None:
             "generated, kept awake": awake,
             "synced": awake,
         }
-        assert seen["without an engine"] is None
+        assert seen["without an engine"] == (None, "" if rank else "there is no inference engine to update\n"), "R7"
         assert seen["woken"] == seen["set up" if level == 1 else "synced"]
         assert seen["set up"] != seen["synced"]
 

@@ -17,7 +17,10 @@ ROLLOUTS = [rollout([7], label="a"), rollout([8])]
 
 @contextmanager
 def server(statuses: list[int], answer: Any) -> Iterator[tuple[str, list[Any]]]:
-    """(URL, what was posted). Gives each status in turn, the last one from then on; -1 hangs until the end."""
+    """(URL, what was posted). Gives each status in turn, the last one from then on; -1 hangs until the end.
+
+    An answer of None is one that is no JSON.
+    """
     asked: list[Any] = []
     over = threading.Event()
 
@@ -30,7 +33,7 @@ def server(statuses: list[int], answer: Any) -> Iterator[tuple[str, list[Any]]]:
                 return
             self.send_response(status)
             self.end_headers()
-            self.wfile.write(json.dumps(answer).encode())
+            self.wfile.write(b"words" if answer is None else json.dumps(answer).encode())
 
         def log_message(self, *_: Any) -> None:
             pass
@@ -78,7 +81,18 @@ def test_what_is_wrong_is_not_asked_again() -> None:
         assert len(asked) == 1
 
 
-@pytest.mark.parametrize("answer", [{"rewards": [1]}, {"scores": [1, 2]}, [1, 2]])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"rewards": [1]},
+        {"scores": [1, 2]},
+        [1, 2],
+        {"rewards": [1, None]},
+        {"rewards": ["1", "2"]},
+        {"rewards": 1},
+        None,
+    ],
+)
 def test_another_answer_than_was_asked_for(answer: Any) -> None:
     with server([200], answer) as (url, _), pytest.raises(RemoteRewardError, match="asked for 2 rewards and said"):
         remote(url)(ROLLOUTS)

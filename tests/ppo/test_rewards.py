@@ -1,12 +1,15 @@
 """Rules, the toy's reward, and how several become one."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from integrations.ppo.arguments import parse
 from integrations.ppo.errors import ConflictError
-from integrations.ppo.rewards import RewardComputationEngine, total
+from integrations.ppo.rewards import RewardComputationEngine, rewards, total
 from integrations.ppo.rewards.rules import RuleReward, imported
 from integrations.ppo.toy import FIRST_BYTE, lowercase_fraction
 from tests.ppo.samples import rollout
@@ -48,3 +51,26 @@ def test_imported() -> None:
     for path in ("integrations.ppo.rewards", "integrations.ppo.rewards:no", "no.such:thing", ""):
         with pytest.raises(ConflictError, match="can be imported"):
             imported(path)
+
+
+def test_rewards_by_the_command_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """R15: a rule, a server and a model, asked in this order, and a function of one's own that makes them one."""
+    seen: list[Any] = []
+
+    def source(*given: Any, **options: Any) -> RuleReward:
+        seen.append((given[1:] if len(given) > 1 else given, options))
+        return RuleReward(lambda one: 10.0)
+
+    monkeypatch.setattr("integrations.ppo.rewards.RemoteReward", source)
+    monkeypatch.setattr("integrations.ppo.rewards.ModelReward", source)
+    url, rule, folder = "http://127.0.0.1:1/", "tests.ppo.rules:prompt_length", str(tmp_path)
+    options = "--remote_reward_timeout_s 5 --remote_reward_retries 7 --micro_rollout_batch_size 3"
+    reward_fn = ["--reward_fn", "tests.ppo.rules:last"]
+    strategy: Any = None
+    argv = [*options.split(), "--reward", rule, url, folder]
+    summed, chosen = rewards(parse(argv), strategy), rewards(parse([*argv, *reward_fn]), strategy)
+    assert seen[:2] == [((url,), {"timeout_s": 5.0, "retries": 7}), ((folder, "reward 2", 3), {})]
+    assert summed([rollout([7])]).tolist() == [21]
+    assert chosen([rollout([7])]).tolist() == [10]
+    with pytest.raises(ConflictError, match="can be imported"):
+        rewards(parse(["--reward", "no/such/folder"]), strategy)

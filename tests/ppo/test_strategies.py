@@ -3,6 +3,7 @@
 import pytest
 
 from tests.ppo.rank_steps import numbers
+from tests.ppo.strategy_steps import attending
 from wsync.testing.ranks import run_ranks
 
 CHUNKS = "--fused_linear_logprob --chunk_size 7"
@@ -57,3 +58,12 @@ def test_slices_of_sequences() -> None:
         for line, first in zip(lines, found[0], strict=True):
             for name in COMPARED:
                 assert line[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6), (options, name)
+
+
+@pytest.mark.slow
+def test_slices_of_what_does_not_attend_to_everything() -> None:
+    """Instead of wrong numbers."""
+    same, windowed, capped = run_ranks(attending, 1, timeout_s=60)[0]
+    assert same
+    assert "this model has a window" in windowed
+    assert "this model has a cap" in capped

@@ -10,6 +10,7 @@ import torch
 from integrations.ppo import models
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.experience import Experience
+from integrations.ppo.kl import Estimator, estimate_kl
 from integrations.ppo.log_probs import Scoring, token_log_probs
 from integrations.ppo.losses import policy_loss
 from integrations.ppo.replay_buffer import ReplayBuffer
@@ -59,9 +60,9 @@ def sampled(strategy: OneRank) -> Experience:
     return replace(batch, log_probs=torch.where(batch.action_mask, said, 0))
 
 
-def updated(strategy: OneRank, *batches: Experience, **options: Any) -> dict[str, float]:
+def updated(strategy: OneRank, *batches: Experience, kl_coef: float = 0.0, **options: Any) -> dict[str, float]:
     stand_in: Any = strategy
-    return update(Arguments(**options), stand_in, batches, 0.0)
+    return update(Arguments(**options), stand_in, batches, kl_coef)
 
 
 def test_the_old_policy_is_what_was_recorded() -> None:
@@ -113,3 +114,46 @@ def test_what_a_stale_engine_sampled_weighs_as_much_as_the_actor_would_sample_it
     assert updated(OneRank(), stale)["policy_loss"] == pytest.approx(float(-batch.advantages[chosen].mean()), abs=1e-5)
     found = updated(strategy, stale, importance_cap=2.0)
     assert found["policy_loss"] == pytest.approx(float(wanted[chosen].mean()), abs=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_in_the_loss_by_hand(estimator: Estimator) -> None:
+    """R14: with advantages of 0 nothing else is in it, and a step of SGD shows its gradient."""
+    strategy, other = OneRank(), OneRank()
+    batch = replace(sampled(strategy), advantages=torch.zeros_like(experience(LENGTHS).advantages))
+    said = said_by(other, batch)
+    chosen = batch.action_mask
+    kl = estimate_kl(said, batch.reference_log_probs, estimator)[chosen].mean()
+    step(other, 0.5 * kl)
+    updated(strategy, batch, kl_coef=0.5, use_kl_loss=True, kl_estimator=estimator)
+    assert_same_actor(strategy, other)
+
+
+def test_entropy_in_the_loss_by_hand() -> None:
+    """It is a reward: the step is towards more of it."""
+    strategy, other = OneRank(), OneRank()
+    batch = replace(sampled(strategy), advantages=torch.zeros_like(experience(LENGTHS).advantages))
+    logits = other.roles["actor"].model(input_ids=batch.sequences, attention_mask=batch.attention_mask).logits[:, :-1]
+    step(other, -0.5 * torch.special.entr(logits.softmax(-1)).sum(-1)[batch.action_mask].mean())
+    updated(strategy, batch, entropy_coef=0.5)
+    assert_same_actor(strategy, other)
+
+
+def said_by(strategy: OneRank, batch: Experience) -> torch.Tensor:
+    model = strategy.roles["actor"].model
+    said, _ = token_log_probs(model, batch.sequences, batch.attention_mask, strategy.scoring)
+    return said
+
+
+def step(strategy: OneRank, loss: torch.Tensor) -> None:
+    loss.backward()  # type: ignore[no-untyped-call]
+    strategy.roles["actor"].optimizer.step()
+
+
+def assert_same_actor(one: OneRank, other: OneRank) -> None:
+    """And that it has moved."""
+    first = dict(models.policy(Arguments()).named_parameters())
+    found, wanted = (dict(some.roles["actor"].model.named_parameters()) for some in (one, other))
+    assert any(not torch.allclose(wanted[name], first[name], atol=1e-4) for name in wanted)
+    for name in wanted:
+        assert torch.allclose(found[name], wanted[name], atol=1e-6), name

@@ -59,3 +59,19 @@ def test_prompts_and_labels_of_ones_own(tmp_path: Path) -> None:
     options = f"{RUN} --prompt_data {file} --input_key question --label_key answer --reward tests.ppo.rules:labelled"
     for lines in run_ranks(numbers, 2, [options], timeout_s=200)[0]:
         assert [line["reward"] for line in lines] == [0.5, 0.5]
+
+
+@pytest.mark.slow
+def test_a_run_begins_where_another_one_ended(tmp_path: Path) -> None:
+    """R13: its engine, its actor and its reference are what that one saved. A greedy answer shows every weight."""
+    first = f"{RUN} --actor_learning_rate 1e-2 --eval_before_train --eval_every 2 --save_path {tmp_path}"
+    second = f"{RUN} --pretrain {tmp_path} --eval_before_train"
+    ended, begun = run_ranks(numbers, 2, [first, second], timeout_s=200)[0]
+    (before, *_, after), found = ended, begun[0]
+    assert (found["eval_reward"], found["eval_response_length"]) == (
+        after["eval_reward"],
+        after["eval_response_length"],
+    )
+    assert found["eval_kl"] == begun[1]["kl"] == 0 < after["eval_kl"]
+    assert begun[1]["engine_gap"] < 1e-5
+    assert before["eval_reward"] != after["eval_reward"], "nothing was trained"

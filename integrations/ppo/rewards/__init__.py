@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from integrations.ppo.arguments import Arguments
+from integrations.ppo.arguments import Arguments, is_url
 from integrations.ppo.rewards.engine import RewardComputationEngine, RewardSource, total
 from integrations.ppo.rewards.model import ModelReward
 from integrations.ppo.rewards.remote import RemoteReward
@@ -19,7 +19,7 @@ def rewards(args: Arguments, strategy: Strategy) -> RewardComputationEngine:
 
 
 def _source(args: Arguments, strategy: Strategy, path: str, number: int) -> RewardSource:
-    if path.startswith(("http://", "https://")):
+    if is_url(path):
         return RemoteReward(path, timeout_s=args.remote_reward_timeout_s, retries=args.remote_reward_retries)
     if Path(path).is_dir():
         return ModelReward(strategy, path, f"reward {number}", args.micro_rollout_batch_size)

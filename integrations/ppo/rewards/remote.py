@@ -38,11 +38,14 @@ class RemoteReward:
             "responses": [one.response for one in rollouts],
             "labels": [one.label for one in rollouts],
         }
-        said = self._post(asked).json()
-        rewards = said.get("rewards") if isinstance(said, dict) else None
-        if not isinstance(rewards, list) or len(rewards) != len(rollouts):
-            raise RemoteRewardError(f"{self._url} was asked for {len(rollouts)} rewards and said {str(said)[:200]}")
-        return torch.tensor(rewards, dtype=torch.float32)
+        response = self._post(asked)
+        try:
+            rewards = torch.tensor(response.json()["rewards"], dtype=torch.float32)
+        except (ValueError, TypeError, KeyError):  # no JSON, no such key, or no numbers
+            rewards = torch.zeros(())
+        if rewards.shape != (len(rollouts),):
+            raise RemoteRewardError(f"{self._url} was asked for {len(rollouts)} rewards and said {response.text[:200]}")
+        return rewards
 
     def _post(self, asked: object) -> httpx.Response:
         trouble = ""

@@ -9,7 +9,7 @@ from typing import Any
 
 import wsync
 from integrations.ppo.arguments import Arguments
-from integrations.ppo.checkpoint import Checkpoints
+from integrations.ppo.checkpoint import Checkpoints, random_states, set_random_states
 from integrations.ppo.experience import Rollout
 from integrations.ppo.experience_maker import ExperienceMaker
 from integrations.ppo.export import export
@@ -162,12 +162,14 @@ class Trainer(Hooks, ABC):
         Changes nothing: neither weights, optimizers, buffer, KL coefficient, data position nor random states.
         """
         self.on_validate_begin()
+        states = random_states()  # what judges may draw from any
         mine = [
             self.evaluation[index]
             for index in range(self.strategy.rank, len(self.evaluation), self.strategy.world_size)
         ]
         rollouts = self.maker.generate(mine, seed=self.args.seed, temperature=0.0, samples=1)
         _, numbers = self.maker.make(rollouts, grouped=False)
+        set_random_states(states)
         self.on_validate_end()
         return {f"eval_{name}": numbers[name] for name in ("reward", "kl", "response_length")}
 
