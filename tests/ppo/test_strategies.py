@@ -43,6 +43,23 @@ def test_all_agree() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", ["--lora_rank 4", "--lr_scheduler linear --lr_warmup_steps 3"])
+def test_all_agree_on_adapters_and_on_rates(more: str) -> None:
+    """Whoever merges what is sent, and whoever counts the steps of a scheduler."""
+    shardings = ("--fsdp", "--zero_stage 1 --offload_models --adam_offload", "--zero_stage 2", "--zero_stage 3")
+    run = "--engine_type hf --steps 3"
+    runs = [*(f"{run} {sharding} {more}" for sharding in shardings), f"{run} --fsdp"]
+    *found, plain = run_ranks(numbers, 2, runs, timeout_s=300)[0]
+    for sharding, lines in zip(shardings, found, strict=True):
+        assert max(line["engine_gap"] for line in lines) < 1e-5
+        for line, first in zip(lines, found[0], strict=True):
+            for name in COMPARED:
+                assert line[name] == pytest.approx(first[name], rel=1e-4, abs=1e-6), (sharding, name)
+    assert found[0][1]["kl"] != pytest.approx(plain[1]["kl"], rel=1e-2), "the options do nothing"
+
+
+@pytest.mark.slow
 def test_slices_of_sequences() -> None:
     """One optimizer step over all sequences, so that it does not matter which rank has which of them first."""
     runs = [
