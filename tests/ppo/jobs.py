@@ -20,12 +20,16 @@ def run(
 ) -> list[dict[str, Any]]:
     """Train with `options` and `more`; the lines of its metrics.jsonl. Fails with the end of its output."""
     folder.mkdir(parents=True, exist_ok=True)
-    arguments: Sequence[str] = [*options.split(), *more, "--log_dir", str(folder)]
-    with pytest.MonkeyPatch.context() as patch:
-        if "sglang" in options:
-            _sglang_on_cpu(patch)
-        run_program(module, arguments, folder / "log.txt", ranks=2, TIMEOUT_S=timeout_s)
+    run_ranks_of(module, [*options.split(), *more, "--log_dir", str(folder)], folder / "log.txt", timeout_s=timeout_s)
     return lines(folder)
+
+
+def run_ranks_of(module: str, arguments: Sequence[str], log: Path, *, timeout_s: float = 560.0) -> None:
+    """A program on two ranks, with SGLang on this CPU if they name it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "sglang" in arguments:
+            _sglang_on_cpu(patch)
+        run_program(module, arguments, log, ranks=2, TIMEOUT_S=timeout_s)
 
 
 def _sglang_on_cpu(patch: pytest.MonkeyPatch) -> None:

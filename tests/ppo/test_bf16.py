@@ -1,7 +1,12 @@
 """In bfloat16 actor and engine round in their own ways: right after a sync the engine is what a fresh one would be."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from tests.ppo.jobs import SMALL, run_ranks_of
 from tests.ppo.rank_steps import beside_fresh, numbers
 from wsync.testing.ranks import run_ranks
 
@@ -22,6 +27,34 @@ def test_an_engine_after_a_sync_is_a_fresh_one(sharding: str) -> None:
     for facts in found:
         assert facts["ours"] == facts["theirs"]
     assert found[0]["ours"][1] != found[1]["ours"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("sharding", "engine"),
+    [
+        pytest.param("--fsdp", "--engine_type vllm", marks=pytest.mark.vllm),
+        pytest.param("--zero_stage 2", "--engine_type sglang --engine_tp_size 2", marks=pytest.mark.sglang),
+    ],
+)
+def test_real_engines_after_a_sync_are_fresh_ones(tmp_path: Path, sharding: str, engine: str) -> None:
+    """Started on what was trained, by their own loaders, in processes of their own."""
+    saved = str(tmp_path / "saved")
+    common = f"{sharding} {engine} {SMALL} --bf16".split()
+    runs = {
+        "trained": ["--steps", "2", "--save_path", saved, "--actor_learning_rate", "1e-2"],
+        "fresh": ["--pretrain", saved],
+    }
+    found: dict[str, list[Any]] = {}
+    for kind, options in runs.items():
+        out = tmp_path / kind
+        out.mkdir()
+        run_ranks_of("tests.ppo.engine_program", [kind, str(out), *common, *options], out / "log.txt")
+        found[kind] = [json.loads((out / f"{rank}.json").read_text()) for rank in range(2)]
+    for trained, fresh in zip(found["trained"], found["fresh"], strict=True):
+        assert trained["after"] == fresh["after"]
+        assert trained["after"] != trained["before"], "nothing was trained, and this shows nothing"
 
 
 @pytest.mark.slow

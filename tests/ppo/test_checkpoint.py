@@ -1,6 +1,7 @@
 """A run that goes on from a checkpoint is, bit for bit, the run that never ended."""
 
 import random
+import re
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from integrations.ppo.arguments import Arguments
 from integrations.ppo.checkpoint import Checkpoints, random_states, set_random_states
 from integrations.ppo.errors import ConflictError
+from tests.ppo.jobs import SMALL, run
 from tests.ppo.rank_steps import resumed_with, trained
 from wsync.testing.ranks import run_ranks
 
@@ -83,3 +85,20 @@ def test_resume_is_bit_exact(tmp_path: Path, tmp_path_factory: pytest.TempPathFa
         assert resumed[rank]["after"] == whole[rank]["after"]
     said = run_ranks(resumed_with, 2, f"{options} --gamma 0.5", timeout_s=200)
     assert all("--gamma 1.0, now 0.5" in words for words in said)
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.vllm
+def test_resume_with_vllm_is_bit_exact(tmp_path: Path) -> None:
+    """Its answers belong to weights, prompts and seeds, and not to what it answered before."""
+    options = f"--fsdp --engine_type vllm {SMALL} --steps 4 --save_every 2 --ckpt_dir {tmp_path / 'checkpoints'}"
+    whole = run(tmp_path / "whole", options, "--save_path", str(tmp_path / "first"))
+    shutil.rmtree(tmp_path / "checkpoints" / "step_000004")
+    resumed = run(tmp_path / "resumed", options, "--save_path", str(tmp_path / "second"))
+    lines = [*whole[2:], *resumed]
+    timeless = [{n: v for n, v in one.items() if not re.match("seconds|sync_share", n)} for one in lines]
+    assert [one["step"] for one in timeless] == [3, 4, 3, 4]
+    assert timeless[:2] == timeless[2:]
+    first, second = (tmp_path / name / "model.safetensors" for name in ("first", "second"))
+    assert first.read_bytes() == second.read_bytes()
