@@ -181,7 +181,7 @@ def _on_cpu(folder: Path, workers: int) -> Any:
         max_model_len=128,
         kv_cache_memory_bytes=64 << 20,
         tensor_parallel_size=workers,
-        worker_extension_cls="wsync.bench.gpu.loops.LoopExtension",
+        worker_extension_cls="examples.vllm_plain_weights.PlainWeights",
     )
 
 
