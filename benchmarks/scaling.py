@@ -69,6 +69,9 @@ def _start(
     rounds = FEW if small else ROUNDS
     arguments = (layout.name, gpus, rank, port, out, rounds, int(small))
     settings = [f"{name}={value}" for name, value in _SETTINGS.items()]
+    if small:  # each of vLLM's workers on a core of its own, if there are as many
+        cores = [str(number % (os.cpu_count() or 1)) for number in range(layout.tp)]
+        settings.append(f"VLLM_CPU_OMP_THREADS_BIND={'|'.join(cores)}")
     command = ["env", *settings, sys.executable, "-m", "benchmarks.scaling_rank", *map(str, arguments)]
     return subprocess.Popen(command, stdout=words, stderr=subprocess.STDOUT, start_new_session=True)
 
@@ -135,7 +138,11 @@ def main(argv: Sequence[str]) -> int:
         print("benchmarks.scaling needs CUDA devices; --small tries it without", file=sys.stderr)
         return 2
     gpus = options.gpus or torch.cuda.device_count()
-    chosen = [one for one in layouts(gpus) if not options.layout or one.name in options.layout]
+    known = {one.name: one for one in layouts(gpus)}
+    if unknown := [name for name in options.layout or () if name not in known]:
+        print(f"no layout {', '.join(unknown)} on {gpus} GPUs; choose from {', '.join(known)}", file=sys.stderr)
+        return 2
+    chosen = [known[name] for name in options.layout or known]
     rows = []
     for number, layout in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {layout.name}", file=sys.stderr, flush=True)

@@ -152,9 +152,9 @@ def told(mine: Any) -> list[Any]:
 
 
 def _moving(report: SyncReport) -> float:
-    stages = report.stages
-    read = stages.get("cast", 0.0) + stages.get("worker read", 0.0)
-    return read or sum(stages.get(name, 0.0) for name in ("stage", "fill", "drain", "load"))
+    if "worker read" in report.stages:
+        return report.stages.get("cast", 0.0) + report.stages["worker read"]
+    return report.seconds - report.control_seconds
 
 
 def _from_rank_0(rank: int, make: Callable[[], Way]) -> Way:
