@@ -231,7 +231,10 @@ class VLLMControl(WorkerEngine):
         except WsyncError:
             raise
         except Exception as error:
-            raise PeerError(f"{self.name} failed to {doing}: {type(error).__name__}: {error}") from error
+            words = f"{self.name} failed to {doing}: {type(error).__name__}: {error}"
+            if any(kind.__name__ == "EngineDeadError" for kind in type(error).__mro__):  # vLLM's, seen before its end
+                self._dead, words = words, f"{words}; start a new {self.made_by}"
+            raise PeerError(words) from error
 
     def _wait(self, call: Call, left_s: float | None) -> Sequence[object]:
         """What ended first, the call or processes of vLLM; nothing if nothing did within `left_s` seconds."""

@@ -127,6 +127,22 @@ def test_a_worker_of_this_process_has_its_device_as_the_current_one(llm: Any, mo
     assert calls == [worker.device, "sleep 2", "left", worker.device, "wake ['weights']", "left"]
 
 
+def test_an_engine_that_vllm_gave_up_says_what_to_do(llm: Any) -> None:
+    """vLLM may say so before any of its processes has ended."""
+
+    class EngineDeadError(Exception):
+        pass
+
+    def dead(*args: object, **kwargs: object) -> None:
+        raise EngineDeadError("EngineCore encountered an issue")
+
+    llm.reset_prefix_cache = dead
+    engine = VLLMEngine(llm)
+    for _ in range(2):
+        with pytest.raises(PeerError, match=r"EngineDeadError: EngineCore .*; start a new vllm\.LLM"):
+            engine.on_reset_cache(Deadline.after(20))
+
+
 def test_the_cache_is_released_while_the_scheduler_is_stopped(llm: Any) -> None:
     calls: list[object] = []
     engine = VLLMEngine(on_gpu(llm, calls))
