@@ -115,7 +115,7 @@ def test_death_is_heard_although_a_forked_child_holds_the_socket() -> None:
                 next(receiver.buckets(PLAN, Deadline.after(BENCH.short_s)))
             actor.signal(signal.SIGKILL)
             # A dying process closes its sockets a moment before its death can be seen.
-            with pytest.raises(PeerError, match="died|closed the connection"):
+            with pytest.raises(PeerError, match=r"died|closed the connection"):
                 next(receiver.buckets(PLAN, BENCH.deadline))
         finally:
             signal.pidfd_send_signal(child, signal.SIGKILL)
