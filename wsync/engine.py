@@ -253,7 +253,11 @@ class WorkerEngine(SleepingEngine):
 
     @property
     def _is_updating(self) -> bool:
-        return self._attempt is not None or (self._update is not None and not self._update.done)
+        return self._attempt is not None or self._is_unanswered
+
+    @property
+    def _is_unanswered(self) -> bool:
+        return self._update is not None and not self._update.done
 
     def read(self, name: str, deadline: Deadline | None = None) -> Sequence[torch.Tensor]:
         """The live parameter or buffer `name` (the engine's own name) of every worker, copied to the host.
@@ -267,7 +271,7 @@ class WorkerEngine(SleepingEngine):
         """Let the workers drop the receivers attached at `address` (None: any). The engine stays. Never raises."""
         if address in (None, self._attachment):
             self._attachment = None
-        if self._update is not None and not self._update.done:
+        if self._is_unanswered:
             return  # a worker that still reads must not lose its receiver; the next attach closes it
         try:
             self._ask("detach", {"address": address}, self._patience())
@@ -302,7 +306,7 @@ class WorkerEngine(SleepingEngine):
     def _fence(self, doing: str, deadline: Deadline) -> None:
         """End on the workers what was given up without an answer. Raises `EngineStateError` while that is open."""
         self._patience_s = deadline.timeout_s
-        if self._update is not None and not self._update.done:
+        if self._is_unanswered:
             raise EngineStateError(
                 f"{self.name} has not answered the previous sync yet and cannot {doing}; its worker may be stalled. "
                 f"A new sync can start when it has, or after the engine is restarted"

@@ -311,10 +311,8 @@ class Group:
                 raise death("a transfer")
 
         def listen() -> None:
-            if (here := group()) is not None and here._letters().any(here.call):
-                others = [rank for rank in range(here.world_size) if rank != here.rank]
-                if words := here._letters().words(here.call, others):
-                    raise RankError(f"stopped in the middle of a transfer: {_said(words)}", list(words))
+            if (here := group()) is not None and (words := here._letters().heard(here.call)):
+                raise RankError(f"stopped in the middle of a transfer: {_said(words)}", list(words))
 
         if device.type == "cpu":
             shared: Any = self._private_store()

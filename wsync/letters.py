@@ -45,11 +45,12 @@ class Letters:
         own = {rank: letter for rank, letter in found.items() if not letter["of another"]}
         return {rank: letter["words"] for rank, letter in (own or found).items()}
 
-    def any(self, call: int) -> bool:
-        """Whether somebody left word about `call`. It costs one question, however many ranks there are."""
+    def heard(self, call: int) -> Mapping[int, object]:
+        """`words` of all ranks. While nobody left any it costs one question, however many ranks there are."""
         with suppress(RuntimeError, SyncTimeout):
-            return any(self.mailbox.get_soon([_flag(call)], Deadline.after(_STORE_S)))
-        return False
+            if any(self.mailbox.get_soon([_flag(call)], Deadline.after(_STORE_S))):
+                return self.words(call, range(self._world_size))
+        return {}
 
     def reasons(self, call: int) -> Mapping[int, object]:
         """Why ranks gave `call` up that had a reason of their own."""

@@ -16,7 +16,10 @@ SLEEP_TAGS = ("weights", "kv_cache")
 """Of device memory, in the order in which they wake."""
 
 SCHEDULING = "scheduling"
-"""The tag of what sleeps at level 0. It wakes last."""
+"""The tag of what sleeps at level 0."""
+
+_WAKING_TAGS = (*SLEEP_TAGS, SCHEDULING)
+"""All that there are, in the order in which they wake."""
 
 
 class SleepingEngine(ABC):
@@ -174,10 +177,10 @@ def leaving_tags(name: str, tags: Iterable[str] | None, asleep: Collection[str])
 
 def waking_tags(name: str, tags: Iterable[str] | None, asleep: Collection[str]) -> Sequence[str]:
     """Those that are away of what shall wake, in order. Raises `EngineStateError` for a cache before the weights."""
-    wanted = _known(asleep if tags is None else tags, (*SLEEP_TAGS, SCHEDULING))
+    wanted = _known(asleep if tags is None else tags, _WAKING_TAGS)
     if "kv_cache" in wanted and "weights" in set(asleep) - wanted:
         raise EngineStateError(f"{name}: wake 'weights' before 'kv_cache'")
-    return [tag for tag in (*SLEEP_TAGS, SCHEDULING) if tag in wanted & set(asleep)]
+    return [tag for tag in _WAKING_TAGS if tag in wanted & set(asleep)]
 
 
 def _known(tags: Iterable[str], known: Sequence[str] = SLEEP_TAGS) -> set[str]:
