@@ -8,12 +8,10 @@ checked, bit by bit, on random weights. Graphs are captured around the calls tha
 """
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from wsync.bench.gpu.cases import CAST
 from wsync.bench.gpu.checks import free
 from wsync.bench.gpu.models import DENSE, MOE, config_of, engine_side
 from wsync.bench.gpu.outcome import COPY, Outcome, in_turn, seconds_on_device
-from wsync.bench.machine import hardware, versions
+from wsync.bench.machine import as_text
 from wsync.bench.samples import Way, seconds_of
 from wsync.copies import Copies, Keys
 from wsync.regions import Region
@@ -198,7 +196,7 @@ def main(argv: Sequence[str]) -> int:
         outcomes.append(measure(shape, dtype, device, small=options.small))
         free()  # the next one takes as much
     if options.json:
-        _write(outcomes, options.json)
+        options.json.write_text(as_text(rows=[outcome.as_json() for outcome in outcomes]))
     for outcome in outcomes:
         print("\n".join(lines_of(outcome)))
     return 0 if all(outcome.ok for outcome in outcomes) else 1
@@ -209,16 +207,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows as python -m wsync.bench does")
     parser.add_argument("--small", action="store_true", help="small models, on a CPU too, where there are no graphs")
     return parser
-
-
-def _write(outcomes: Sequence[Outcome], path: Path) -> None:
-    content = {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "versions": versions(),
-        "rows": [outcome.as_json() for outcome in outcomes],
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

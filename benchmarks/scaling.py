@@ -18,14 +18,13 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.scaling_layouts import Layout, layouts
-from wsync.bench.machine import hardware, versions
+from wsync.bench.machine import as_text
 
 ROUNDS, FEW = 12, 2
 LOOPBACK = "127.0.0.1"
@@ -148,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"[{number}/{len(chosen)}] {layout.name}", file=sys.stderr, flush=True)
         rows.append(measure(layout, gpus, options.timeout_s, small=options.small))
     if options.json:
-        _write(rows, gpus, options.json)
+        options.json.write_text(as_text(gpus=gpus, rows=rows))
     print(table(rows))
     return 0 if rows and all(row["ok"] for row in rows) else 1
 
@@ -161,17 +160,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write rows as python -m wsync.bench does")
     parser.add_argument("--small", action="store_true", help="small models on a CPU")
     return parser
-
-
-def _write(rows: Sequence[Row], gpus: int, path: Path) -> None:
-    content = {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "versions": versions(),
-        "gpus": gpus,
-        "rows": rows,
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":

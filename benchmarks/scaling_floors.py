@@ -1,9 +1,7 @@
 """What no sync can be faster than: to read and cast what a device needs, and what must cross links between devices."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from math import prod
-
-import torch
 
 from benchmarks.scaling_layouts import Layout
 
@@ -59,38 +57,3 @@ def _rows(rows: int, parts: int, part: int) -> tuple[int, int]:
     """As `torch.chunk` has them."""
     each = -(-rows // parts)
     return min(rows, part * each), min(rows, (part + 1) * each)
-
-
-def casting(numel: int, device: torch.device) -> Callable[[], None]:
-    """Reads so many elements in fp32 and writes them in bf16, on one device."""
-    source = torch.empty(numel, device=device).uniform_(-1, 1)
-    target = torch.empty(numel, dtype=torch.bfloat16, device=device)
-
-    def run() -> None:
-        target.copy_(source)
-
-    return run
-
-
-def links(numels: list[int]) -> Callable[[], None]:
-    """Brings so many bf16 elements to each device from the next one, all at the same time."""
-    devices = [torch.device("cuda", index) for index in range(len(numels))]
-    ways = list(_ways(numels, devices))
-
-    def run() -> None:
-        for source, target, streams in ways:  # of its own: torch orders copies by the streams of both ends
-            with torch.cuda.stream(streams[0]), torch.cuda.stream(streams[1]):
-                target.copy_(source, non_blocking=True)
-        for device in devices:
-            torch.cuda.synchronize(device)
-
-    return run
-
-
-def _ways(
-    numels: list[int], devices: list[torch.device]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[torch.cuda.Stream]]]:
-    for numel, device, other in zip(numels, devices, [*devices[1:], devices[0]], strict=True):
-        source = torch.empty(numel, dtype=torch.bfloat16, device=other).uniform_(-1, 1)
-        streams = [torch.cuda.Stream(one) for one in (other, device)]  # type: ignore[no-untyped-call]
-        yield source, torch.empty_like(source, device=device), streams

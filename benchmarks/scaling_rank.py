@@ -20,8 +20,8 @@ from benchmarks.scaling_trainer import ShardedActor
 from wsync.bench.gpu import engines, models
 from wsync.bench.gpu.checks import Answers, free, says
 from wsync.bench.gpu.gather_loops import packed_gather
-from wsync.bench.gpu.links import received_bytes
-from wsync.bench.gpu.outcome import Outcome, in_turn, seconds_on_device
+from wsync.bench.gpu.links import bring, received_bytes
+from wsync.bench.gpu.outcome import Outcome, cast, in_turn, seconds_on_device
 from wsync.bench.samples import Way, seconds_of
 from wsync.config import MIB
 from wsync.report import SyncReport
@@ -107,10 +107,10 @@ class Job:
         if self.layout.trainer != "zero3":
             found[PACKED] = packed_gather(actor.module, torch.bfloat16, 256 * MIB)
         numels = scaling_floors.needed(actor.shapes, self.layout)
-        found[LOCAL] = scaling_floors.casting(numels[self.rank], self.device)
+        found[LOCAL] = cast(numels[self.rank], torch.float32, torch.bfloat16)
         across = scaling_floors.crossing(actor.shapes, self.layout)
         if across is not None and any(across):
-            found[LINK] = _from_rank_0(self.rank, lambda: scaling_floors.links(across))
+            found[LINK] = _from_rank_0(self.rank, lambda: bring(across))
         return found
 
     def _split(self, outcome: Outcome, reports: list[SyncReport]) -> None:

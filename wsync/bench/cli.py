@@ -1,11 +1,9 @@
 """The command line: what to measure, and where the results go."""
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from wsync import registry
 from wsync.bench.actors import PRODUCERS
 from wsync.bench.cases import CASES
 from wsync.bench.job import Job, Row
-from wsync.bench.machine import free_bytes, hardware, versions
+from wsync.bench.machine import as_text, free_bytes
 from wsync.bench.plot import check_plot, plot
 from wsync.bench.run import measure, prepare
 from wsync.bench.show import progress, table, tiny_to_large
@@ -172,13 +170,7 @@ def _check_transport(name: str) -> None:
 
 
 def _write(found: Mapping[str, object], where: str) -> None:
-    content = {
-        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hardware": hardware(),
-        "versions": versions(),
-        **found,
-    }
-    text = json.dumps(content, indent=1) + "\n"
+    text = as_text(**found)
     if where == "-":
         with suppress(BrokenPipeError):
             sys.stdout.write(text)

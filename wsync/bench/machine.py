@@ -1,8 +1,10 @@
 """What numbers depend on: hardware, versions, load, free memory."""
 
+import json
 import os
 import platform
 from contextlib import suppress
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -31,6 +33,12 @@ def versions() -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[name] = version(distribution)
     return found
+
+
+def as_text(**found: object) -> str:
+    """`found` as JSON, with the time, the hardware and versions before it."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return json.dumps({"time": now, "hardware": hardware(), "versions": versions(), **found}, indent=1) + "\n"
 
 
 def load_average() -> float:

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 import wsync
 from wsync.bench.gpu import engines, models
 from wsync.bench.gpu.checks import Answers, free, in_place, outcome_of, says
-from wsync.bench.gpu.links import received_bytes
-from wsync.bench.gpu.outcome import WARM_UP, Limit, Outcome, in_turn
+from wsync.bench.gpu.links import bring, received_bytes
+from wsync.bench.gpu.outcome import WARM_UP, Limit, Outcome, cast, in_turn
 from wsync.bench.gpu.pulls import EXTRA_BYTES, PULL, moving, timed
 from wsync.report import SyncReport
 
@@ -133,7 +133,7 @@ def _syncs(rounds: int) -> int:
 
 def _sample(outcome: Outcome, session: wsync.Session, actor: nn.Module, rounds: int) -> None:
     crossing, staying = _elements(outcome.nbytes // 2, actor)
-    references = {LOCAL: _cast(staying + crossing), LINK: _both_ways(crossing)}
+    references = {LOCAL: cast(staying + crossing, torch.float32, torch.bfloat16), LINK: bring([crossing, crossing])}
     outcome.samples = in_turn(lambda: timed(outcome, session), references, rounds)
     outcome.data_seconds = outcome.data_seconds[-rounds:]
     found = outcome.samples.references
@@ -175,33 +175,3 @@ def _elements(numel: int, actor: nn.Module) -> tuple[int, int]:
 def _numel(actor: nn.Module, names: tuple[str, ...]) -> int:
     """Of all parameters whose names end so."""
     return sum(parameter.numel() for name, parameter in actor.named_parameters() if name.endswith(names))
-
-
-def _cast(numel: int) -> Callable[[], None]:
-    """On this rank's device."""
-    source = torch.empty(numel, dtype=torch.float32, device="cuda").uniform_(-1, 1)
-    target = torch.empty(numel, dtype=torch.bfloat16, device="cuda")
-
-    def run() -> None:
-        target.copy_(source)
-
-    return run
-
-
-def _both_ways(numel: int) -> Callable[[], None]:
-    """So many bf16 elements each way between the two devices, at the same time."""
-    devices = [torch.device("cuda", index) for index in (0, 1)]
-    ways = []
-    for device, other in (devices, devices[::-1]):
-        source = torch.empty(numel, dtype=torch.bfloat16, device=device).uniform_(-1, 1)
-        streams = [torch.cuda.Stream(one) for one in devices]  # type: ignore[no-untyped-call]
-        ways.append((source, torch.empty_like(source, device=other), streams))
-
-    def run() -> None:
-        for source, target, (first, second) in ways:  # on streams of its own: torch orders copies by those of both ends
-            with torch.cuda.stream(first), torch.cuda.stream(second):
-                target.copy_(source, non_blocking=True)
-        for device in devices:
-            torch.cuda.synchronize(device)
-
-    return run
